@@ -1,0 +1,95 @@
+"""Costs along the chain embedding, layers, head: the common currency of analytic and measured costs."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from megatron_balance.errors import BalanceError
+
+
+@dataclass(frozen=True)
+class ElementCost:
+    """Time that one element takes for one micro-batch on one rank, in seconds; forward and backward apart.
+
+    ``backward_s`` includes what the step repeats for each micro-batch after it: recomputation, and adding the weights'
+    gradients to the main gradients.
+    """
+
+    forward_s: float
+    backward_s: float
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if not (math.isfinite(value) and value >= 0):
+                raise BalanceError(f"{name} must be a time of zero or more seconds, not {value}")
+
+    @property
+    def total_s(self) -> float:
+        return self.forward_s + self.backward_s
+
+    def __add__(self, other: ElementCost) -> ElementCost:
+        return ElementCost(self.forward_s + other.forward_s, self.backward_s + other.backward_s)
+
+
+@dataclass(frozen=True)
+class ChainCosts:
+    """Costs of the elements that a pipeline split deals out.
+
+    Attributes:
+        embedding: word (and position) embedding; always in the first stage.
+        layers: transformer layers, in model order.
+        head: final norm, output layer and loss, and the multi-token-prediction blocks that Megatron keeps with them;
+            always in the last stage.
+        source: where the figures come from, shown to the user ("analytic (H100)", a file's name).
+    """
+
+    embedding: ElementCost
+    layers: tuple[ElementCost, ...]
+    head: ElementCost
+    source: str
+
+    def __post_init__(self) -> None:
+        if not self.layers:
+            raise BalanceError("a model without transformer layers cannot be split: give --num-layers 1 or more")
+        if not (self.mean_layer.forward_s > 0 and self.mean_layer.backward_s > 0):
+            raise BalanceError("the transformer layers cost nothing: the costs cannot be right")
+
+    @property
+    def mean_layer(self) -> ElementCost:
+        count = len(self.layers)
+        return ElementCost(
+            sum(layer.forward_s for layer in self.layers) / count,
+            sum(layer.backward_s for layer in self.layers) / count,
+        )
+
+    @property
+    def total(self) -> ElementCost:
+        """The whole model, one micro-batch."""
+        count, mean = len(self.layers), self.mean_layer
+        return self.embedding + ElementCost(mean.forward_s * count, mean.backward_s * count) + self.head
+
+    def in_layers(self, element: ElementCost) -> tuple[float, float]:
+        """Forward and backward cost of ``element`` in units of the mean layer's."""
+        mean = self.mean_layer
+        return element.forward_s / mean.forward_s, element.backward_s / mean.backward_s
+
+    def from_layers(self, forward: float, backward: float) -> ElementCost:
+        """The cost of ``forward`` and ``backward`` mean layers."""
+        mean = self.mean_layer
+        return ElementCost(forward * mean.forward_s, backward * mean.backward_s)
+
+    def with_weights(
+        self,
+        embedding: tuple[float, float] | None = None,
+        head: tuple[float, float] | None = None,
+    ) -> ChainCosts:
+        """These costs with the embedding or head replaced by the (forward, backward) weights given, in layers."""
+        changes = {
+            name: self.from_layers(*weights)
+            for name, weights in (("embedding", embedding), ("head", head))
+            if weights is not None
+        }
+        if not changes:
+            return self
+        return replace(self, **changes, source=f"{self.source}, {' and '.join(changes)} weight given")

@@ -1,0 +1,36 @@
+"""Package metadata of megatron_balance."""
+
+import re
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+ROOT = Path(__file__).parent
+VERSION = re.search(r'__version__ = "(.+)"', (ROOT / "megatron_balance" / "__init__.py").read_text())[1]
+
+setup(
+    name="megatron_balance",
+    version=VERSION,
+    description="Pipeline stages of equal cost for Megatron-LM, without a fork",
+    long_description=(ROOT / "README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    python_requires=">=3.10",
+    packages=find_packages(include=["megatron_balance", "megatron_balance.*"]),
+    install_requires=[
+        "megatron-core>=0.13",
+        "numba>=0.60",
+        "numpy>=1.26",
+        "psutil>=5.9",  # megatron-core imports it when it saves torch_dist checkpoints, without declaring it
+        "pyyaml>=6.0",  # likewise megatron.training 0.18
+        "rich>=13.0",
+        "torch>=2.4",
+    ],
+    extras_require={
+        "te": ["transformer-engine[pytorch]>=2.1"],
+        "flash": ["flash-attn>=2.6"],
+        "quickstart": ["matplotlib>=3.8", "tokenizers>=0.19"],
+        "test": ["hypothesis>=6.100", "pytest>=8.0"],
+    },
+    entry_points={"console_scripts": ["megatron-balance = megatron_balance.cli:main"]},
+)
