@@ -1,0 +1,1 @@
+"""The pipeline split: its search, Megatron's layout string, the plan and how it is shown."""

@@ -1,0 +1,1 @@
+"""Megatron's pipeline schedules: the order of operations, and how long a step takes."""

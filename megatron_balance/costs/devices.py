@@ -1,0 +1,110 @@
+"""How fast the devices that Megatron runs on compute, move memory and start kernels."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from megatron_balance.errors import BalanceError
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One operation on a device.
+
+    Attributes:
+        bytes_moved: read from and written to memory.
+        flops: floating-point operations of matrix products; 0 for work that memory bounds.
+        dtype: of those products: ``fp32``, ``bf16``, ``fp16``, ``fp8`` or ``fp4``.
+    """
+
+    bytes_moved: float
+    flops: float = 0.0
+    dtype: str = "fp32"
+
+
+@dataclass(frozen=True)
+class Device:
+    """What a device achieves in training, which is less than its data sheet says.
+
+    Attributes:
+        name: shown to the user.
+        matmul_flops_per_s: rate of large matrix products, by dtype.
+        bytes_per_s: bandwidth of operations on tensors that do not fit the caches.
+        kernel_s: what every operation costs however small it is: its launch and the framework around it.
+    """
+
+    name: str
+    matmul_flops_per_s: Mapping[str, float]
+    bytes_per_s: float
+    kernel_s: float
+
+    def seconds(self, kernels: Iterable[Kernel]) -> float:
+        """Time of ``kernels`` one after the other, each bound by arithmetic or by memory (a roofline).
+
+        Raises:
+            BalanceError: the device has no rate for a kernel's dtype.
+        """
+        return sum(self._arithmetic_or_memory_s(kernel) + self.kernel_s for kernel in kernels)
+
+    def _arithmetic_or_memory_s(self, kernel: Kernel) -> float:
+        memory_s = kernel.bytes_moved / self.bytes_per_s
+        return max(memory_s, kernel.flops / self._rate(kernel.dtype)) if kernel.flops else memory_s
+
+    def _rate(self, dtype: str) -> float:
+        if dtype not in self.matmul_flops_per_s:
+            known = ", ".join(self.matmul_flops_per_s)
+            raise BalanceError(f"{self.name} has no {dtype} matrix products, only {known}: choose another precision")
+        return self.matmul_flops_per_s[dtype]
+
+
+# Share of the data sheet that large operations reach. Rules of thumb, not measured here: cuBLAS and FlashAttention-3
+# (arXiv 2407.08608) report 60 to 75 % of an H100's peak in bf16, STREAM-like copies 85 to 92 % of its bandwidth. Only
+# the ratio of the two moves a split, and only as far as memory-bound work weighs.
+_PEAK_SHARE = 0.7
+_BANDWIDTH_SHARE = 0.85
+_GPU_KERNEL_S = 5e-6
+
+
+def _gpu(name: str, terabytes_per_s: float, **teraflops: float) -> Device:
+    """A GPU from its data sheet: memory bandwidth and peak of dense (not sparse) matrix products."""
+    rates = {dtype: _PEAK_SHARE * peak * 1e12 for dtype, peak in teraflops.items()}
+    return Device(name, rates, _BANDWIDTH_SHARE * terabytes_per_s * 1e12, _GPU_KERNEL_S)
+
+
+# NVIDIA's data sheets of the SXM modules. fp32 without TF32, which torch leaves off by default.
+_A100 = _gpu("A100", 2.04, fp32=19.5, bf16=312, fp16=312)
+_H100 = _gpu("H100", 3.35, fp32=67, bf16=989, fp16=989, fp8=1979)
+_H200 = _gpu("H200", 4.8, fp32=67, bf16=989, fp16=989, fp8=1979)
+_B200 = _gpu("B200", 7.7, fp32=75, bf16=2250, fp16=2250, fp8=4500, fp4=9000)
+# Arithmetic and bandwidth in the proportion of the last three generations (about 270 flops a byte in bf16).
+_GENERIC_GPU = _gpu("generic GPU", 3.0, fp32=50, bf16=800, fp16=800, fp8=1600, fp4=3200)
+
+# Measured on one core of a virtual EPYC server: products of 128 to 512 rows; passes over tensors of tens of MB, page
+# faults of fresh memory included, which make them several times slower (tables under 32 MB, which malloc reuses, are
+# therefore overrated); a layer of almost no size over its operations. bf16 and fp16 are taken to be as fast as fp32.
+CPU_CORE = Device("CPU core", {"fp32": 75e9, "bf16": 75e9, "fp16": 75e9}, 6e9, 70e-6)
+
+# Chips by the word that stands in torch.cuda.get_device_name(): whole words, so that an H20 is not taken for an H200.
+# A800 and H800 are the same chips with slower links, GH200 and GB200 carry an H100 and a B200.
+_BY_WORD = {
+    "A100": _A100,
+    "A800": _A100,
+    "H100": _H100,
+    "H800": _H100,
+    "GH200": _H100,
+    "H200": _H200,
+    "B200": _B200,
+    "GB200": _B200,
+    "CPU": CPU_CORE,
+}
+
+
+def device_named(name: str) -> Device:
+    """The device that ``torch.cuda.get_device_name()`` calls ``name``, or a CPU core for ``cpu``.
+
+    A name that is not in the table is taken for a GPU of ordinary proportions.
+    """
+    words = re.findall(r"[A-Z]+\d*", name.upper())
+    return next((_BY_WORD[word] for word in words if word in _BY_WORD), _GENERIC_GPU)

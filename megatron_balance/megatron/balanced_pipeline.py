@@ -1,0 +1,224 @@
+"""`--balanced-pipeline`: a cost-weighted layout in place of Megatron's uniform one.
+
+In two phases, because Megatron fixes the number of virtual stages while it validates its arguments, and knows vocabulary and
+batch only after that: `before_validation` writes a provisional layout with the right number of stages, `after_globals` the
+planned one. Megatron builds its model config from the arguments later still.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from megatron_balance.costs.analytic import analytic_costs
+from megatron_balance.costs.devices import device_named
+from megatron_balance.errors import BalanceError
+from megatron_balance.megatron.agreement import decide_on_rank_0
+from megatron_balance.megatron.arguments import FLAG, Options
+from megatron_balance.megatron.failures import say, stop
+from megatron_balance.megatron.registry import Hook, registry
+from megatron_balance.model import ModelSpec
+from megatron_balance.pipeline.chain import least_layers
+from megatron_balance.pipeline.layout import Layout
+from megatron_balance.pipeline.plan import Plan, load_plan, make_plan, save_plan
+from megatron_balance.pipeline.show import render_plan
+from megatron_balance.topology import Topology
+
+_LAYOUT = "pipeline_model_parallel_layout"
+
+
+# --- before validation ------------------------------------------------------------------------------------------------
+
+
+def before_validation(args: Any, options: Options) -> None:
+    """Check our options against Megatron's and write the provisional layout into ``args``.
+
+    Raises:
+        BalanceError: options that exclude each other, or more stages than the model has elements.
+    """
+    if _is_ours(args):
+        return
+    _refuse_conflicts(args)
+    if options.dry_run is not None:
+        _pretend_world_size(args, options.dry_run)
+    if args.pipeline_model_parallel_size == 1:
+        say(f"megatron-balance: {FLAG} has nothing to do: --pipeline-model-parallel-size is 1; training as stock")
+        return
+    virtual_size = _virtual_size(args)
+    args.num_layers_per_virtual_pipeline_stage = None
+    args.num_virtual_stages_per_pipeline_rank = None
+    registry.apply(PRINT_ARGS)
+    _write_layout(args, _provisional(args, virtual_size))
+
+
+def _is_ours(args: Any) -> bool:
+    """Whether ``args`` were prepared before: tools validate the same arguments twice."""
+    return getattr(args, _LAYOUT, None) is not None and getattr(args, _LAYOUT) == getattr(args, _MARK, None)
+
+
+_MARK = "balanced_pipeline_layout"
+
+
+def _write_layout(args: Any, layout: str) -> None:
+    setattr(args, _LAYOUT, layout)
+    setattr(args, _MARK, layout)
+
+
+def _refuse_conflicts(args: Any) -> None:
+    layout = getattr(args, _LAYOUT, None)
+    if layout is not None:
+        raise BalanceError(f"{FLAG} plans the layout itself: leave out --pipeline-model-parallel-layout {layout}")
+    for name, value in (
+        ("decoder-first-pipeline-num-layers", args.decoder_first_pipeline_num_layers),
+        ("decoder-last-pipeline-num-layers", args.decoder_last_pipeline_num_layers),
+        ("account-for-embedding-in-pipeline-split", args.account_for_embedding_in_pipeline_split or None),
+        ("account-for-loss-in-pipeline-split", args.account_for_loss_in_pipeline_split or None),
+    ):
+        if value is not None:
+            raise BalanceError(
+                f"{FLAG} decides how many layers each stage gets: leave out --{name}" + (f" {value}" if value is not True else "")
+            )
+    if getattr(args, "use_legacy_models", False):
+        raise BalanceError(f"{FLAG} cannot split legacy models: leave out --use-legacy-models or {FLAG}")
+    virtual = args.num_layers_per_virtual_pipeline_stage or args.num_virtual_stages_per_pipeline_rank
+    if virtual and getattr(args, "heterogeneous_layers_config_path", None):
+        raise BalanceError(
+            "Megatron cannot build heterogeneous layers in virtual stages: leave out"
+            " --num-layers-per-virtual-pipeline-stage and --num-virtual-stages-per-pipeline-rank"
+        )
+    if args.num_layers_per_virtual_pipeline_stage and args.num_virtual_stages_per_pipeline_rank:
+        raise BalanceError(
+            "--num-layers-per-virtual-pipeline-stage and --num-virtual-stages-per-pipeline-rank both give the number of"
+            " virtual stages: leave one out"
+        )
+    if args.num_layers is None:
+        raise BalanceError(f"{FLAG} needs --num-layers")
+
+
+def _pretend_world_size(args: Any, world_size: int) -> None:
+    if args.world_size != 1:
+        raise BalanceError(
+            f"{FLAG}-dry-run plans in a single process, but there are {args.world_size}: start it without torchrun and"
+            f" give the number of processes, {FLAG}-dry-run {args.world_size}"
+        )
+    replica = args.tensor_model_parallel_size * args.pipeline_model_parallel_size * args.context_parallel_size
+    args.world_size = world_size or replica
+    args.tensorboard_dir, args.wandb_project = None, ""  # a dry run leaves no record
+
+
+def _virtual_size(args: Any) -> int:
+    """Virtual stages on each pipeline rank, from either of Megatron's two flags."""
+    if args.num_virtual_stages_per_pipeline_rank is not None:
+        return args.num_virtual_stages_per_pipeline_rank
+    per_stage = args.num_layers_per_virtual_pipeline_stage
+    if per_stage is None:
+        return 1
+    if per_stage < 1:
+        raise BalanceError(f"--num-layers-per-virtual-pipeline-stage {per_stage}: give at least 1 layer")
+    size = max(1, round(args.num_layers / (args.pipeline_model_parallel_size * per_stage)))
+    say(
+        f"megatron-balance: --num-layers-per-virtual-pipeline-stage {per_stage} makes {size} virtual stage(s) a rank:"
+        f" {args.num_layers} layers / ({args.pipeline_model_parallel_size} ranks * {per_stage}), rounded"
+    )
+    return size
+
+
+def _provisional(args: Any, virtual_size: int) -> str:
+    """A layout with the right number of stages, layers spread evenly."""
+    stages = args.pipeline_model_parallel_size * virtual_size
+    least_layers(args.num_layers, stages)  # refuses more stages than elements
+    bounds = [args.num_layers * stage // stages for stage in range(stages + 1)]
+    return str(Layout.of([end - start for start, end in pairwise(bounds)], args.mtp_num_layers or 0))
+
+
+# --- after the global variables ---------------------------------------------------------------------------------------
+
+
+def after_globals(args: Any, options: Options) -> None:
+    """Plan on rank 0 and write the planned layout into ``args`` on every rank.
+
+    Raises:
+        BalanceError: the model cannot be planned, or the plan file is of another job.
+    """
+    if not _is_ours(args):  # one pipeline stage
+        return
+    model, topology = ModelSpec.from_arguments(vars(args)), _topology(args)
+    plan = Plan.from_json(decide_on_rank_0("plan", lambda: _decide(options, model, topology).to_json()))
+    plan.check_fits(model.fingerprint, topology, "rank 0's plan")
+    _write_layout(args, plan.layout)
+    _update_wandb(args)
+    print_deferred_arguments()
+    if options.dry_run is not None:
+        sys.exit(0)
+
+
+def _decide(options: Options, model: ModelSpec, topology: Topology) -> Plan:
+    """The stored plan where there is one, else a new one; shown, and stored where asked for."""
+    path = options.plan_file
+    if path is not None and Path(path).exists():
+        plan, origin = load_plan(path), f"read from {path}"
+        plan.check_fits(model.fingerprint, topology, f"the plan file {path}")
+    else:
+        costs = analytic_costs(model, topology, device_named(_device_name()))
+        costs = costs.with_weights(options.embedding_weight, options.head_weight)
+        plan, origin = make_plan(costs, topology, model.fingerprint, model.mtp_num_layers), "new"
+        if path is not None:
+            save_plan(path, plan)
+            origin = f"written to {path}"
+    print(render_plan(plan), f"  {'plan':<12}{origin}", sep="\n", flush=True)
+    return plan
+
+
+def _topology(args: Any) -> Topology:
+    from megatron.core.num_microbatches_calculator import get_num_microbatches
+
+    return Topology(
+        pipeline_size=args.pipeline_model_parallel_size,
+        num_microbatches=get_num_microbatches(),
+        virtual_size=args.virtual_pipeline_model_parallel_size or 1,
+        micro_batch_size=args.micro_batch_size,
+        tensor_size=args.tensor_model_parallel_size,
+        context_size=args.context_parallel_size,
+        data_size=args.data_parallel_size,
+        microbatch_group_size=getattr(args, "microbatch_group_size_per_vp_stage", None),
+    )
+
+
+def _device_name() -> str:
+    import torch
+
+    return torch.cuda.get_device_name(0) if torch.cuda.is_available() else "cpu"
+
+
+def _update_wandb(args: Any) -> None:
+    from megatron.training import global_vars
+
+    if (wandb := global_vars.get_wandb_writer()) is not None:
+        wandb.config.update({_LAYOUT: getattr(args, _LAYOUT)}, allow_val_change=True)
+
+
+# --- Megatron's table of arguments ------------------------------------------------------------------------------------
+
+_deferred: list[Any] = []
+
+
+def _defer(print_args: Any) -> Any:
+    """Megatron prints its arguments at the end of validation, when the layout is not final: keep that until it is."""
+
+    def later(*args: Any, **kwargs: Any) -> None:
+        _deferred.append(functools.partial(print_args, *args, **kwargs))
+
+    return later
+
+
+def print_deferred_arguments() -> None:
+    """Print Megatron's arguments, now that they are final."""
+    registry.undo(PRINT_ARGS)
+    while _deferred:
+        _deferred.pop(0)()
+
+
+PRINT_ARGS = Hook("megatron.training.arguments", "_print_args", FLAG, "prints the arguments with the final layout", _defer)

@@ -1,0 +1,108 @@
+"""The four entry points of Megatron that we always wrap, and `enable`, which wraps them.
+
+Without a flag of ours each passes straight through to stock code. They are the same functions in every version since 0.13,
+whichever of them calls the others.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from megatron_balance import cpu
+from megatron_balance.errors import BalanceError
+from megatron_balance.megatron.arguments import FLAG, Options, add_arguments, given_in
+from megatron_balance.megatron.failures import stops_on_error
+from megatron_balance.megatron.registry import Hook, registry
+
+Function = Callable[..., Any]
+
+
+def _with_our_arguments(add_megatron_arguments: Function) -> Function:
+    def add(parser: Any, *args: Any, **kwargs: Any) -> Any:
+        return add_arguments(add_megatron_arguments(parser, *args, **kwargs))
+
+    return add
+
+
+def _plans_before(validate_args: Function) -> Function:
+    def validate(args: Any, *rest: Any, **kwargs: Any) -> Any:
+        if cpu.is_installed():
+            cpu.adapt_arguments(args)
+        _balance("before_validation", args)
+        return validate_args(args, *rest, **kwargs)
+
+    return validate
+
+
+def _plans_after(set_global_variables: Function) -> Function:
+    def set_variables(args: Any, *rest: Any, **kwargs: Any) -> Any:
+        result = set_global_variables(args, *rest, **kwargs)
+        _balance("after_globals", args)
+        return result
+
+    return set_variables
+
+
+def _passes_through(pretrain: Function) -> Function:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return pretrain(*args, **kwargs)
+
+    return run
+
+
+@stops_on_error
+def _balance(phase: str, args: Any) -> None:
+    """Run one phase of `balanced_pipeline`, which is imported only where it is asked for."""
+    if (options := Options.from_args(args)) is not None:
+        from megatron_balance.megatron import balanced_pipeline
+
+        getattr(balanced_pipeline, phase)(args, options)
+
+
+HOOKS = (
+    Hook("megatron.training.arguments", "add_megatron_arguments", FLAG, "adds our flags", _with_our_arguments),
+    Hook("megatron.training.arguments", "validate_args", FLAG, "checks our flags, number of stages", _plans_before),
+    Hook("megatron.training.global_vars", "set_global_variables", FLAG, "plans, sets the layout", _plans_after),
+    Hook("megatron.training.training", "pretrain", FLAG, "nothing yet", _passes_through),
+)
+
+
+@stops_on_error
+def enable() -> None:
+    """Wrap the entry points of the Megatron that `import megatron` finds. Call before a training script imports it.
+
+    A target that is missing matters only when the command line has a flag of ours.
+    """
+    wanted = given_in(sys.argv[1:])
+    if wanted and any(argument.split("=")[0] == "--yaml-cfg" for argument in sys.argv[1:]):
+        raise BalanceError(
+            f"{FLAG} cannot be used with --yaml-cfg: Megatron then drops every command-line argument, ours too."
+            " Give the settings as arguments."
+        )
+    if wanted:
+        _check_megatron()
+    for hook in HOOKS:
+        try:
+            registry.apply(hook)
+        except BalanceError:
+            if wanted:
+                raise
+
+
+def _check_megatron() -> None:
+    """Refuse a Megatron that has no layouts.
+
+    Raises:
+        BalanceError: Megatron is older than 0.13, or a fork without them.
+    """
+    name = "megatron.core.transformer.pipeline_parallel_layer_layout"
+    if importlib.util.find_spec(name) is None:
+        from megatron.core.package_info import __version__ as version
+
+        raise BalanceError(
+            f"{FLAG} needs a Megatron with --pipeline-model-parallel-layout (megatron-core 0.13 or newer):"
+            f" {name} is missing in the installed {version}"
+        )

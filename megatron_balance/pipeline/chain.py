@@ -1,0 +1,59 @@
+"""What the stages of a split cost, and which splits there are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from megatron_balance.costs.chain import ChainCosts, ElementCost
+from megatron_balance.errors import BalanceError
+
+
+def stage_costs(costs: ChainCosts, layers: Sequence[int]) -> tuple[ElementCost, ...]:
+    """Cost of each stage for one micro-batch, with the embedding in the first stage and the head in the last.
+
+    Args:
+        costs: of the elements.
+        layers: number of layers of each stage; they add up to ``len(costs.layers)``.
+    """
+    stops = np.cumsum(layers)
+    before = prefix_costs(costs)
+    seconds = before[:, stops] - before[:, stops - layers] + end_costs(costs, len(layers))
+    return tuple(ElementCost(float(forward), float(backward)) for forward, backward in seconds.T)
+
+
+def prefix_costs(costs: ChainCosts) -> np.ndarray:
+    """Forward and backward seconds of the first 0, 1, ..., n layers, shape [2, n + 1]."""
+    seconds = [(layer.forward_s, layer.backward_s) for layer in costs.layers]
+    return np.concatenate([np.zeros((2, 1)), np.cumsum(seconds, axis=0).T], axis=1)
+
+
+def end_costs(costs: ChainCosts, num_stages: int) -> np.ndarray:
+    """Forward and backward seconds that embedding and head add to the stages, shape [2, stages]."""
+    seconds = np.zeros((2, num_stages))
+    seconds[:, 0] += costs.embedding.forward_s, costs.embedding.backward_s
+    seconds[:, -1] += costs.head.forward_s, costs.head.backward_s
+    return seconds
+
+
+def least_layers(num_layers: int, num_stages: int) -> np.ndarray:
+    """Layers that each stage holds at least, int64 of shape [stages]: 0 beside embedding and head, else 1.
+
+    Raises:
+        BalanceError: some stage would stay empty.
+    """
+    empty = num_stages - (num_layers + 2)
+    if empty > 0:
+        raise BalanceError(
+            f"{num_layers} layers, embedding and head are {num_layers + 2} elements; {num_stages} stages would leave "
+            f"{empty} empty: use at most {num_layers + 2} stages (pipeline ranks times virtual stages on each rank)"
+        )
+    least = np.ones(num_stages, dtype=np.int64)
+    least[[0, -1]] = 0
+    return least
+
+
+def uniform_layers(num_layers: int, num_stages: int) -> tuple[int, ...] | None:
+    """Megatron's split without any flag; None where it refuses the layer count."""
+    return (num_layers // num_stages,) * num_stages if num_layers % num_stages == 0 else None

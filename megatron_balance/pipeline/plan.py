@@ -1,0 +1,324 @@
+"""The plan: which layers each stage gets, what a step takes, and why."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron_balance import __version__
+from megatron_balance.costs.chain import ChainCosts, ElementCost
+from megatron_balance.errors import BalanceError
+from megatron_balance.files import write_atomically
+from megatron_balance.pipeline import reading
+from megatron_balance.pipeline.chain import stage_costs, uniform_layers
+from megatron_balance.pipeline.layout import Layout
+from megatron_balance.pipeline.search import find_split
+from megatron_balance.schedule.simulate import Simulator
+from megatron_balance.topology import Topology
+
+_FORMAT = "megatron-balance plan"
+_FORMAT_VERSION = 1
+_REMEDY = "delete it to plan afresh, or pass another"
+
+Scalar = int | float | str | bool | None
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One stage of the pipeline.
+
+    Attributes:
+        first_layer: index of its first layer, counted from 0.
+        layers: how many it has.
+        forward_s, backward_s: its seconds for one micro-batch, with embedding or head included.
+    """
+
+    first_layer: int
+    layers: int
+    forward_s: float
+    backward_s: float
+
+    @property
+    def total_s(self) -> float:
+        return self.forward_s + self.backward_s
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A pipeline split and what it was chosen on.
+
+    Attributes:
+        topology: sizes of the job.
+        stages: in the order in which data passes them; stage ``chunk * PP + rank`` is chunk ``chunk`` of that rank.
+        mtp_num_layers: multi-token-prediction layers, all in the last stage; part of the head's cost.
+        embedding_in_layers, head_in_layers: (forward, backward) cost in mean layers.
+        costs_source: where the costs come from.
+        p2p_s: seconds that a transfer between stages was taken to last.
+        step_s: simulated seconds of a training step.
+        even_step_s: the same if the work could be cut into equal stages.
+        uniform_step_s: the same with Megatron's uniform split; None where Megatron refuses it.
+        bound_s: seconds that no split with whole layers can beat.
+        limited_by: a sentence on what keeps the step from being shorter.
+        fingerprinted: names and values of the model, data and hardware that the plan holds for.
+        created_by: version of this package.
+    """
+
+    topology: Topology
+    stages: tuple[Stage, ...]
+    mtp_num_layers: int
+    embedding_in_layers: tuple[float, float]
+    head_in_layers: tuple[float, float]
+    costs_source: str
+    p2p_s: float
+    step_s: float
+    even_step_s: float
+    uniform_step_s: float | None
+    bound_s: float
+    limited_by: str
+    fingerprinted: Mapping[str, Scalar]
+    created_by: str
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """Layers of each stage."""
+        return tuple(stage.layers for stage in self.stages)
+
+    @property
+    def layout(self) -> str:
+        """The value for ``--pipeline-model-parallel-layout``."""
+        return str(Layout.of(self.layers, self.mtp_num_layers))
+
+    @property
+    def fingerprint(self) -> str:
+        return fingerprint(self.fingerprinted)
+
+    @property
+    def max_stage_over_mean(self) -> float:
+        """Seconds of the largest stage over those of the mean stage."""
+        seconds = [stage.total_s for stage in self.stages]
+        return max(seconds) * len(seconds) / sum(seconds)
+
+    @property
+    def busy_share(self) -> tuple[float, ...]:
+        """Share of the step that each stage's passes take; those of a rank's chunks add up."""
+        return tuple(self.topology.num_microbatches * stage.total_s / self.step_s for stage in self.stages)
+
+    @property
+    def bubble(self) -> float:
+        """Share of the ranks' time in which they wait."""
+        return 1.0 - sum(self.busy_share) / self.topology.pipeline_size
+
+    def check_fits(self, fingerprinted: Mapping[str, Scalar], topology: Topology, name: str = "the plan") -> None:
+        """Refuse a plan of another job.
+
+        Args:
+            fingerprinted: names and values of this job's model, data and hardware.
+            topology: this job's sizes.
+            name: what to call the plan in the error, such as the name of its file.
+
+        Raises:
+            BalanceError: names what differs.
+        """
+        differences = [
+            f"{key} is {wanted.get(key)!r}, planned for {planned.get(key)!r}"
+            for wanted, planned in ((fingerprinted, self.fingerprinted), (asdict(topology), asdict(self.topology)))
+            for key in sorted({*wanted, *planned})
+            if wanted.get(key) != planned.get(key)
+        ]
+        if differences:
+            raise BalanceError(f"{name} is of another model or topology: {'; '.join(differences)}; {_REMEDY}")
+
+    def to_json(self) -> str:
+        """The text of a plan file: the plan's fields, its layout and its fingerprint."""
+        head = {"format": _FORMAT, "format_version": _FORMAT_VERSION}
+        derived = {"layout": self.layout, "fingerprint": self.fingerprint}
+        return json.dumps({**head, **derived, **asdict(self)}, indent=2, allow_nan=False) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str, name: str = "the plan") -> Plan:
+        """Read what ``to_json`` wrote.
+
+        Args:
+            text: contents of a plan file, which may come from anywhere.
+            name: what to call it in errors.
+
+        Raises:
+            BalanceError: this is not a whole, undamaged plan of this format; names the key and what to do.
+        """
+        try:
+            return _read_plan(reading.parse_object(text))
+        except reading.DamageError as damage:
+            raise BalanceError(f"{name} {damage}; {_REMEDY}") from damage
+
+
+def fingerprint(fingerprinted: Mapping[str, Scalar]) -> str:
+    """SHA-256 of the mapping's canonical JSON, in hexadecimal."""
+    canonical = json.dumps(dict(fingerprinted), sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return hashlib.sha256(canonical.encode()).hexdigest()
+
+
+def make_plan(
+    costs: ChainCosts,
+    topology: Topology,
+    fingerprinted: Mapping[str, Scalar],
+    mtp_num_layers: int = 0,
+    p2p_s: float = 0.0,
+) -> Plan:
+    """Search the split and say what it gives.
+
+    Args:
+        costs: of embedding, layers and head, for one micro-batch of this topology.
+        topology: sizes of the job.
+        fingerprinted: names and values of the model, data and hardware that the plan holds for.
+        mtp_num_layers: multi-token-prediction layers; their cost is in ``costs.head``.
+        p2p_s: seconds that a transfer between stages takes.
+
+    Raises:
+        BalanceError: more stages than elements, or a schedule that Megatron refuses.
+    """
+    simulator = Simulator(topology, p2p_s)
+    split = find_split(costs, simulator)
+    stages = stage_costs(costs, split.layers)
+    uniform = uniform_layers(len(costs.layers), topology.num_stages)
+    even = ElementCost(costs.total.forward_s / topology.num_stages, costs.total.backward_s / topology.num_stages)
+    step_s, even_step_s = _step_s(simulator, stages), _step_s(simulator, (even,) * topology.num_stages)
+    return Plan(
+        topology=topology,
+        stages=tuple(
+            Stage(int(stop) - count, count, stage.forward_s, stage.backward_s)
+            for stop, count, stage in zip(np.cumsum(split.layers), split.layers, stages, strict=True)
+        ),
+        mtp_num_layers=mtp_num_layers,
+        embedding_in_layers=costs.in_layers(costs.embedding),
+        head_in_layers=costs.in_layers(costs.head),
+        costs_source=costs.source,
+        p2p_s=float(p2p_s),
+        step_s=step_s,
+        even_step_s=even_step_s,
+        uniform_step_s=None if uniform is None else _step_s(simulator, stage_costs(costs, uniform)),
+        bound_s=min(split.bound_s, step_s),
+        limited_by=_limited_by(costs, topology, split.layers, step_s, even_step_s),
+        fingerprinted=dict(fingerprinted),
+        created_by=f"megatron_balance {__version__}",
+    )
+
+
+def save_plan(path: str | os.PathLike[str], plan: Plan) -> None:
+    """Write the plan file; a reader finds the old file or the new one, never a part.
+
+    Raises:
+        BalanceError: the folder does not exist or cannot be written.
+    """
+    try:
+        write_atomically(path, plan.to_json())
+    except OSError as error:
+        raise BalanceError(f"the plan file {path} cannot be written ({error.strerror}): name another place") from error
+
+
+def load_plan(path: str | os.PathLike[str]) -> Plan:
+    """Read a plan file.
+
+    Raises:
+        BalanceError: it cannot be read, or is not a whole, undamaged plan.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise BalanceError(f"the plan file {path} cannot be read ({error.strerror}): pass another") from error
+    return Plan.from_json(text, f"the plan file {path}")
+
+
+def _step_s(simulator: Simulator, stages: tuple[ElementCost, ...]) -> float:
+    return simulator.step_s([stage.forward_s for stage in stages], [stage.backward_s for stage in stages])
+
+
+def _limited_by(
+    costs: ChainCosts, topology: Topology, layers: tuple[int, ...], step_s: float, even_step_s: float
+) -> str:
+    """What keeps the step from being shorter: an indivisible element, whole layers, or the bubble alone."""
+    if topology.num_stages == 1:
+        return "the work itself: one rank has the whole model"
+    layer_s = costs.mean_layer.total_s
+    even_layers = costs.total.total_s / layer_s / topology.num_stages
+    for name, element, own_layers in (("head", costs.head, layers[-1]), ("embedding", costs.embedding, layers[0])):
+        if own_layers == 0 and element.total_s > even_layers * layer_s:
+            return (
+                f"the {name}, which cannot be cut: alone it takes {element.total_s / layer_s:.2f} layers, an even "
+                f"stage {even_layers:.2f}; fewer stages, or tensor parallelism, would help"
+            )
+    if step_s > 1.005 * even_step_s:
+        largest = max(stage.total_s for stage in stage_costs(costs, layers)) / layer_s
+        return (
+            f"whole layers: an even stage would take {even_layers:.2f} layers, the largest takes {largest:.2f} and the "
+            f"step {100 * (step_s / even_step_s - 1):.1f} % longer"
+        )
+    bubble = 1 - topology.num_microbatches * costs.total.total_s / (topology.pipeline_size * step_s)
+    share = f"{100 * bubble:.1f} % of the step"
+    return f"the pipeline bubble alone, {share}: more micro-batches or virtual stages shrink it"
+
+
+def _read_plan(values: dict[str, Any]) -> Plan:
+    if values.get("format") != _FORMAT:
+        raise reading.DamageError(f"is not a plan: its format is {values.get('format')!r}, not {_FORMAT!r}")
+    if values.get("format_version") != _FORMAT_VERSION:
+        raise reading.DamageError(f"has format_version {values.get('format_version')!r}, not {_FORMAT_VERSION}")
+    reading.check_keys(values, {*_READERS, "format", "format_version", "layout", "fingerprint"})
+    plan = Plan(**{key: reader(values[key], key) for key, reader in _READERS.items()})
+    stages = f"{plan.topology.num_stages} stages, as the topology has"
+    reading.checked(len(plan.stages), "the number of stages", len(plan.stages) == plan.topology.num_stages, stages)
+    for key, expected in (("layout", plan.layout), ("fingerprint", plan.fingerprint)):
+        reading.checked(values[key], key, values[key] == expected, f"{expected!r}, as the other values have it")
+    return plan
+
+
+def _read_topology(value: Any, key: str) -> Topology:
+    sizes = {field.name: reading.count for field in fields(Topology)}
+    try:
+        return Topology(
+            **reading.mapping(value, key, {**sizes, "microbatch_group_size": reading.optional(reading.count)})
+        )
+    except BalanceError as error:
+        raise reading.DamageError(f"is damaged: {key} is impossible ({error})") from error
+
+
+def _read_stages(value: Any, key: str) -> tuple[Stage, ...]:
+    readers = {
+        "first_layer": reading.count,
+        "layers": reading.count,
+        "forward_s": reading.number,
+        "backward_s": reading.number,
+    }
+    reading.checked(value, key, isinstance(value, list), "a list")
+    stages = tuple(Stage(**reading.mapping(each, f"{key}[{place}]", readers)) for place, each in enumerate(value))
+    first_layer = 0
+    for place, stage in enumerate(stages):
+        where = f"{key}[{place}].first_layer"
+        reading.checked(stage.first_layer, where, stage.first_layer == first_layer, f"{first_layer}")
+        first_layer += stage.layers
+    reading.positive(sum(stage.total_s for stage in stages), f"the seconds of all {key}")
+    return stages
+
+
+_READERS: dict[str, reading.Reader] = {
+    "topology": _read_topology,
+    "stages": _read_stages,
+    "mtp_num_layers": reading.count,
+    "embedding_in_layers": reading.pair,
+    "head_in_layers": reading.pair,
+    "costs_source": reading.text,
+    "p2p_s": reading.number,
+    "step_s": reading.positive,
+    "even_step_s": reading.positive,
+    "uniform_step_s": reading.optional(reading.positive),
+    "bound_s": reading.number,
+    "limited_by": reading.text,
+    "fingerprinted": reading.scalars,
+    "created_by": reading.text,
+}

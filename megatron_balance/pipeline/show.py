@@ -1,0 +1,117 @@
+"""The plan as plain text, for a terminal or a log file."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator
+from itertools import groupby
+
+from megatron_balance.pipeline.plan import Plan
+
+_LABEL_WIDTH = 12
+_MOST_CHUNKS = 4  # whose busy shares are shown one by one
+
+
+def render_plan(plan: Plan, width: int = 100) -> str:
+    """What was decided, on what costs, and what it gives.
+
+    Args:
+        plan: the plan.
+        width: columns; longer values continue on the next line.
+    """
+    costs = [
+        ("costs", plan.costs_source),
+        ("embedding", _in_layers(plan.embedding_in_layers)),
+        ("head", _in_layers(plan.head_in_layers)),
+    ]
+    outcome = [
+        ("balance", f"the largest stage takes {plan.max_stage_over_mean:.2f} times the mean stage"),
+        ("step", f"{_duration(plan.step_s)} simulated; the ranks wait {_percent(plan.bubble)} of it (bubble)"),
+        ("uniform", _uniform(plan)),
+        ("even", f"{_beside(plan.even_step_s, plan)} if the work could be cut anywhere"),
+        ("bound", _bound(plan)),
+        ("limited by", plan.limited_by),
+        ("layout", plan.layout),
+    ]
+    sections = [[_labelled(*line, width) for line in lines] for lines in (costs, outcome)]
+    return "\n".join([_title(plan), *sections[0], "", *_stage_table(plan), "", *sections[1]])
+
+
+def _title(plan: Plan) -> str:
+    sizes = plan.topology
+    virtual = f", {sizes.virtual_size} virtual stages each" if sizes.virtual_size > 1 else ""
+    return (
+        f"Pipeline plan: {_number(sum(plan.layers), 'layer')} on {_number(sizes.pipeline_size, 'pipeline rank')}"
+        f"{virtual}, {_number(sizes.num_microbatches, 'micro-batch', 'es')} a step"
+    )
+
+
+def _number(count: int, noun: str, plural: str = "s") -> str:
+    return f"{count} {noun}{'' if count == 1 else plural}"
+
+
+def _labelled(label: str, value: str, width: int) -> str:
+    indent = " " * (_LABEL_WIDTH + 2)
+    return textwrap.fill(f"  {label:<{_LABEL_WIDTH}}{value}", width, subsequent_indent=indent, break_on_hyphens=False)
+
+
+def _in_layers(cost: tuple[float, float]) -> str:
+    return f"{cost[0]:.2f} layers forward, {cost[1]:.2f} backward"
+
+
+def _stage_table(plan: Plan) -> Iterator[str]:
+    """One line a pipeline rank; ranks in a row that are alike share one."""
+    rows = [_rank_row(plan, rank) for rank in range(plan.topology.pipeline_size)]
+    lines = [("rank", "layers", "forward", "backward", "busy")]
+    for row, ranks in groupby(range(len(rows)), key=rows.__getitem__):
+        alike = list(ranks)
+        lines.append((f"{alike[0]}-{alike[-1]}" if len(alike) > 1 else f"{alike[0]}", *row))
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    for line in lines:
+        yield "  " + "   ".join(f"{cell:>{width}}" for cell, width in zip(line, widths, strict=True))
+
+
+def _rank_row(plan: Plan, rank: int) -> tuple[str, str, str, str]:
+    """Layers, seconds of a micro-batch and busy share, over the rank's chunks."""
+    chunks = slice(rank, None, plan.topology.pipeline_size)
+    stages, shares = plan.stages[chunks], plan.busy_share[chunks]
+    busy = _percent(sum(shares))
+    if 1 < len(shares) <= _MOST_CHUNKS:
+        busy = f"{' + '.join(f'{100 * share:.1f}' for share in shares)} = {busy}"
+    return (
+        " + ".join(str(stage.layers) for stage in stages),
+        _duration(sum(stage.forward_s for stage in stages)),
+        _duration(sum(stage.backward_s for stage in stages)),
+        busy,
+    )
+
+
+def _uniform(plan: Plan) -> str:
+    if plan.uniform_step_s is None:
+        return f"not legal: {sum(plan.layers)} layers on {len(plan.stages)} stages"
+    if len(set(plan.layers)) == 1:
+        return "this is the uniform split"
+    ratio = plan.uniform_step_s / plan.step_s
+    return f"{_beside(plan.uniform_step_s, plan)}: this plan is {ratio:.3f} times faster"
+
+
+def _bound(plan: Plan) -> str:
+    if plan.step_s <= plan.bound_s * (1 + 1e-9):
+        return "no split that fills every stage is faster"
+    return f"no split that fills every stage is below {_beside(plan.bound_s, plan)}"
+
+
+def _beside(step_s: float, plan: Plan) -> str:
+    """A step's seconds, and how much longer than the plan's that is."""
+    return f"{_duration(step_s)} ({100 * (step_s / plan.step_s - 1):+.1f} %)"
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.1f} %"
+
+
+def _duration(seconds: float) -> str:
+    for unit, size in (("s", 1.0), ("ms", 1e-3)):
+        if seconds >= size:
+            return f"{seconds / size:.4g} {unit}"
+    return f"{seconds / 1e-6:.4g} us"

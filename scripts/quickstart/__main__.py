@@ -1,0 +1,178 @@
+"""`python -m quickstart`: what `scripts/quickstart.sh` runs once Python and the packages are there."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import fcntl
+import json
+import os
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from rich.console import Console
+
+from megatron_balance.files import write_atomically
+from megatron_balance.pipeline.plan import load_plan
+from quickstart.corpus import Corpus, build_corpus, read_documents, standard_library
+from quickstart.launch import Job, LaunchFailed, Size
+from quickstart.observations import read_steps
+from quickstart.picture import draw
+from quickstart.report import BALANCED, TOLERANCE, UNIFORM, Round, Summary, order_of_rounds, summarize, table, typical_step
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+CORPUS_BYTES = 12_000_000  # enough for a tokenizer to learn 64k entries
+
+CPU = Size(
+    layers=24,
+    hidden=256,
+    heads=4,
+    vocabulary=65536,
+    sequence=128,
+    micro_batch=1,
+    microbatches=8,
+    steps=8,
+    warmup=1,
+    pairs=3,
+)
+# GPUs need wider layers and more tokens before arithmetic, not launching kernels, takes the time.
+GPU = replace(CPU, hidden=1024, heads=16, sequence=1024, micro_batch=4, microbatches=16, steps=30, warmup=5)
+
+console = Console()
+
+
+def main() -> int:
+    options = _options()
+    signal.signal(signal.SIGTERM, _interrupt)
+    signal.signal(signal.SIGHUP, _interrupt)
+    out = options.out.resolve()
+    out.mkdir(parents=True, exist_ok=True)
+    try:
+        with _alone_in(out):
+            return _compare(out, options.quick)
+    except LaunchFailed as failure:
+        console.print(str(failure), markup=False, highlight=False, soft_wrap=True)
+        return 1
+    except KeyboardInterrupt:
+        console.print("stopped; nothing is left running")
+        return 130
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="quickstart.sh")
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--out", type=Path, default=REPOSITORY / "quickstart-out")
+    return parser.parse_args()
+
+
+def _interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+@contextlib.contextmanager
+def _alone_in(out: Path) -> Iterator[None]:
+    """Hold ``out`` for this process; the kernel lets go of it however the process ends."""
+    with (out / ".lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise SystemExit(f"another quickstart is using {out}: wait for it, or give another folder with --out") from None
+        yield
+
+
+def _compare(out: Path, quick: bool) -> int:
+    began = time.monotonic()
+    device = _device()
+    size = GPU if device == "cuda" else CPU
+    if quick:
+        size = replace(size, steps=size.steps // 2 + size.warmup, pairs=2)
+    _clear(out)
+    corpus = _corpus(size, out)
+    job = Job(size, device, corpus.prefix, out)
+    with _stage("starting checkpoint, from one unsplit run") as progress:
+        job.start("start", progress)
+    rounds = [_round(job, number, split) for number, split in enumerate(order_of_rounds(size.pairs), 1)]
+    summary = summarize(rounds, _predicted_speedup(job.plan), device)
+    write_atomically(out / "summary.json", json.dumps(summary.to_json(), indent=2) + "\n")
+    uniform, balanced = ([one for one in rounds if one.split == split] for split in (UNIFORM, BALANCED))
+    draw(summary, typical_step(uniform), typical_step(balanced), out / "timelines.png")
+    console.print("", table(summary), "")
+    for name in ("timelines.png", "summary.json", "plan.json", "logs"):
+        console.print(f"{out / name}", highlight=False, soft_wrap=True)
+    console.print(f"all in {time.monotonic() - began:.0f} s")
+    return _verdict(summary)
+
+
+def _device() -> str:
+    import torch
+
+    return "cuda" if torch.cuda.device_count() >= 2 else "cpu"
+
+
+def _clear(out: Path) -> None:
+    """Remove what an earlier, perhaps interrupted, run left, except corpora."""
+    for name in ("start", "observations", "data-cache", "logs"):
+        shutil.rmtree(out / name, ignore_errors=True)
+    for name in ("plan.json", "summary.json", "timelines.png"):
+        (out / name).unlink(missing_ok=True)
+    (out / "logs").mkdir()
+
+
+@contextlib.contextmanager
+def _stage(name: str) -> Iterator:
+    """Show that ``name`` is under way, and how far; a line with its time when it is done."""
+    began = time.monotonic()
+    with console.status(name) as status:
+        yield lambda text: status.update(f"{name}: {text}")
+    console.print(f"[green]done[/green] {name} [dim]({time.monotonic() - began:.0f} s)[/dim]", highlight=False)
+
+
+def _corpus(size: Size, out: Path) -> Corpus:
+    with _stage("corpus of Python's standard library") as progress:
+        progress("reading")
+        documents = read_documents(standard_library(), CORPUS_BYTES)
+        corpus, built = build_corpus(documents, size.vocabulary, out, progress)
+    console.print(
+        f"     {corpus.documents} files, {corpus.text_bytes / 1e6:.1f} MB, {corpus.tokens / 1e6:.2f} million tokens,"
+        f" {corpus.learned} learned{'' if built else '; kept from an earlier run'}",
+        highlight=False,
+    )
+    return corpus
+
+
+def _round(job: Job, number: int, split: str) -> Round:
+    name = f"{number}-{split}"
+    with _stage(f"round {number} of {2 * job.size.pairs}, {split}") as progress:
+        job.round(name, split, progress)
+    if split == BALANCED:
+        layers = load_plan(job.plan).layers
+    else:
+        layers = (job.size.layers // 2,) * 2
+    result = Round(split, layers, read_steps(job.observations(name)), job.size.warmup)
+    console.print(f"     layers {layers}, median step {result.step_s:.3f} s", highlight=False)
+    return result
+
+
+def _predicted_speedup(path: Path) -> float:
+    plan = load_plan(path)
+    return plan.uniform_step_s / plan.step_s
+
+
+def _verdict(summary: Summary) -> int:
+    if summary.losses_agree:
+        return 0
+    console.print(
+        f"[bold red]THE LOSSES DIFFER: by {summary.max_loss_difference:.1e} relative, where rounding explains at most"
+        f" {TOLERANCE:.0e}. The two splits did not compute the same.[/bold red]"
+    )
+    return 1
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
+    sys.exit(main())

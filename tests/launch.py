@@ -1,0 +1,89 @@
+"""Start real training runs for tests: torchrun, processes of their own, losses from the returned tensors."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+DRIVER = Path(__file__).with_name("observed_run.py")
+
+# A GPT of a few thousand parameters; fp32, no dropout, so that splits can be compared to the last digits.
+TINY = (
+    "--hidden-size 32 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 --micro-batch-size 1"
+    " --global-batch-size 8 --train-iters 20 --lr 1e-3 --lr-decay-style constant --mock-data --split 98,1,1"
+    " --tokenizer-type NullTokenizer --vocab-size 127 --make-vocab-size-divisible-by 8 --num-workers 0 --log-interval 1"
+    " --eval-iters 0 --eval-interval 1000 --transformer-impl local --hidden-dropout 0 --attention-dropout 0"
+).split()
+
+
+@dataclass(frozen=True)
+class Run:
+    """A finished launch.
+
+    Attributes:
+        status: exit status of torchrun (or of the single process).
+        output: standard output and error of all processes, mixed.
+        ranks: what the observer wrote, by rank; empty where no step ran.
+    """
+
+    status: int
+    output: str
+    ranks: dict[int, dict]
+
+    @property
+    def losses(self) -> list[float]:
+        """Loss of each step, from the tensor that `train_step` returned on the last pipeline stage."""
+        for rank in self.ranks.values():
+            losses = [step["loss"] for step in rank["steps"]]
+            if None not in losses:
+                return losses
+        raise AssertionError(f"no rank saw a loss:\n{self.output[-3000:]}")
+
+
+def launch(
+    folder: Path,
+    arguments: list[str],
+    processes: int = 1,
+    script: str | None = None,
+    torchrun: bool = True,
+    environment: dict[str, str] | None = None,
+    timeout_s: float = 300,
+) -> Run:
+    """Run `megatron_balance.run` with ``arguments`` and observe it.
+
+    Args:
+        folder: for the observations; made when absent.
+        processes: one rank each, on this machine.
+        script: a checkout's pretrain_gpt.py; None for our own.
+        torchrun: False starts a single plain process, as a dry run does.
+    """
+    seen = folder / "seen"
+    starter = [sys.executable]
+    if torchrun:
+        starter += "-m torch.distributed.run --standalone".split() + [f"--nproc-per-node={processes}"]
+    command = [*starter, str(DRIVER), str(seen), "--device", "cpu", *([script] if script else []), *arguments]
+    variables = {**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})}
+    folder.mkdir(parents=True, exist_ok=True)
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=variables, cwd=folder, start_new_session=True
+    )
+    try:
+        output, _ = process.communicate(timeout=timeout_s)
+    except BaseException:
+        os.killpg(process.pid, signal.SIGKILL)
+        output, _ = process.communicate()
+        print(output[-5000:])
+        raise
+    ranks = {seen_by["rank"]: seen_by for path in seen.glob("rank-*.json") for seen_by in [json.loads(path.read_text())]}
+    return Run(process.returncode, output, ranks)
+
+
+def trained(run: Run) -> Run:
+    """``run``, when it ended well; its last lines in the failure otherwise."""
+    assert run.status == 0, run.output[-6000:]
+    return run

@@ -1,0 +1,327 @@
+"""The quickstart's parts that need no training: corpus, command lines, reading observations, arithmetic, table, picture."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from io import StringIO
+from pathlib import Path
+
+import pytest
+
+SCRIPTS = Path(__file__).parents[1] / "scripts"
+sys.path.insert(0, str(SCRIPTS))
+
+from quickstart import corpus, launch, observations, observed, report  # noqa: E402
+from quickstart.observations import Operation, Step  # noqa: E402
+from quickstart.report import BALANCED, UNIFORM, Round  # noqa: E402
+
+# --- corpus -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def library(tmp_path: Path) -> Path:
+    root = tmp_path / "lib"
+    for name in ("a.py", "b.py", "package/c.py", "site-packages/other.py", "notes.txt", "__pycache__/d.py"):
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(f"# {name}\nprint('hello')\n" * 3)
+    (root / "empty.py").write_text("\n")
+    (root / "latin.py").write_bytes(b"# caf\xe9\n")
+    return root
+
+
+def test_documents_are_source_files_in_an_order_of_their_names(library: Path) -> None:
+    documents = corpus.read_documents(library, 10**6)
+    assert {document.name for document in documents} == {"a.py", "b.py", "package/c.py"}
+    assert documents[0].text == (library / documents[0].name).read_text()
+    (library / "b.py").write_text("other = 1\n")
+    assert [one.name for one in corpus.read_documents(library, 10**6)] == [one.name for one in documents]
+
+
+def test_the_limit_cuts_the_same_order_short(library: Path) -> None:
+    everything = corpus.read_documents(library, 10**6)
+    assert corpus.read_documents(library, 1) == everything[:1]
+    assert corpus.read_documents(library, 0) == []
+
+
+def test_the_interpreters_own_library_is_there() -> None:
+    documents = corpus.read_documents(corpus.standard_library(), 300_000)
+    assert sum(len(document.text) for document in documents) > 200_000
+
+
+def test_the_key_is_of_the_content() -> None:
+    one = [corpus.Document("a", "bc")]
+    assert corpus.corpus_key(one, 300) == corpus.corpus_key(list(one), 300)
+    others = [([corpus.Document("ab", "c")], 300), ([corpus.Document("a", "bd")], 300), (one, 301), ([*one, *one], 300)]
+    assert len({corpus.corpus_key(*other) for other in [(one, 300), *others]}) == 5
+
+
+def test_a_corpus_is_built_once_and_reads_back(library: Path, tmp_path: Path) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    indexed_dataset = pytest.importorskip("megatron.core.datasets.indexed_dataset")
+    documents, vocabulary = corpus.read_documents(library, 10**6), 300
+    (tmp_path / ".corpus-killed").mkdir()
+    built, new = corpus.build_corpus(documents, vocabulary, tmp_path)
+    assert new and not list(tmp_path.glob(".corpus-*"))
+    assert corpus.build_corpus(documents, vocabulary, tmp_path) == (built, False)
+
+    dataset = indexed_dataset.IndexedDataset(str(built.prefix))
+    tokenizer = tokenizers.Tokenizer.from_file(str(built.folder / "tokenizer.json"))
+    assert len(dataset) == len(dataset.document_indices) - 1 == built.documents == 3
+    assert built.tokens == sum(dataset.sequence_lengths)
+    assert built.learned == tokenizer.get_vocab_size() <= vocabulary - 1
+    for document, ids in zip(documents, dataset[:], strict=True):
+        assert ids[-1] == vocabulary - 1 and vocabulary - 1 not in ids[:-1]
+        assert tokenizer.decode(ids[:-1].tolist()) == document.text
+
+
+def test_a_corpus_that_fails_on_the_way_does_not_appear(
+    library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def write_half(documents: object, vocabulary: object, folder: Path, progress: object) -> None:
+        (folder / "tokens.bin").write_bytes(b"half")
+        raise OSError("disk full")
+
+    monkeypatch.setattr(corpus, "_write_corpus", write_half)
+    with pytest.raises(OSError, match="disk full"):
+        corpus.build_corpus(corpus.read_documents(library, 10**6), 300, tmp_path)
+    assert not list(tmp_path.glob("corpus-*"))
+
+
+# --- launches ---------------------------------------------------------------------------------------------------------
+
+SIZE = launch.Size(
+    layers=16, hidden=64, heads=4, vocabulary=512, sequence=32, micro_batch=2, microbatches=4, steps=6, warmup=1, pairs=2
+)
+
+
+@pytest.fixture
+def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """The command lines of a starting run and of both kinds of round, by name."""
+    seen: dict[str, str] = {}
+    monkeypatch.setattr(launch, "run", lambda command, log, progress: seen.__setitem__(log.stem, " ".join(command)))
+    job = launch.Job(SIZE, "cpu", tmp_path / "tokens", tmp_path)
+    job.start("start", print)
+    job.round("1-uniform", UNIFORM, print)
+    job.round("2-balanced", BALANCED, print)
+    return seen
+
+
+def test_rounds_start_from_the_checkpoint_of_one_unsplit_run(commands: dict[str, str], tmp_path: Path) -> None:
+    assert f"--save {tmp_path}/start " in commands["start"] and "--pipeline-model-parallel-size" not in commands["start"]
+    for name in ("1-uniform", "2-balanced"):
+        assert f"--load {tmp_path}/start --finetune --no-load-optim --no-load-rng" in commands[name]
+        assert "--pipeline-model-parallel-size 2" in commands[name] and "--nproc-per-node 2" in commands[name]
+        assert "--global-batch-size 8 " in commands[name]
+
+
+def test_the_two_rounds_differ_in_our_flags_alone(commands: dict[str, str], tmp_path: Path) -> None:
+    ours = f" --balanced-pipeline --balanced-pipeline-plan {tmp_path}/plan.json"
+    assert commands["2-balanced"].removesuffix(ours) == commands["1-uniform"].replace("1-uniform", "2-balanced")
+
+
+def test_a_failing_launch_shows_the_end_of_its_log(tmp_path: Path) -> None:
+    log = tmp_path / "x.log"
+    with pytest.raises(launch.LaunchFailed, match=r"(?s)no such layer.*status 3.*x\.log"):
+        launch.run([sys.executable, "-c", "print('no such layer'); raise SystemExit(3)"], log, lambda text: None)
+    assert "no such layer" in log.read_text()
+
+
+def test_what_interrupts_a_launch_ends_its_process(tmp_path: Path) -> None:
+    def interrupt(text: str) -> None:
+        raise KeyboardInterrupt
+
+    log = tmp_path / "x.log"
+    code = "import os, time; print(os.getpid(), flush=True); time.sleep(60)"
+    with pytest.raises(KeyboardInterrupt):
+        launch.run([sys.executable, "-c", code], log, interrupt)
+    pid = log.read_text().splitlines()[-1]
+    assert not pid.isdigit() or not Path(f"/proc/{pid}").exists()
+
+
+def test_progress_is_read_from_megatrons_lines(tmp_path: Path) -> None:
+    log = tmp_path / "x.log"
+    log.write_text("building\n")
+    assert launch.step_reached(log) == "starting"
+    log.write_text("x" * 9000 + "\n [2026] iteration        2/       8 | consumed\n iteration        3/       8 | consumed")
+    assert launch.step_reached(log) == "step 3 of 8"
+
+
+def test_the_end_of_a_log_is_before_torchruns_account() -> None:
+    lines = [f"line {i}" for i in range(50)] + ["E1129 1 torch/distributed/elastic/x.py:1] failed", "Root Cause"]
+    assert launch.end_of_log("\n".join(lines)).splitlines() == lines[20:50]
+    assert launch.end_of_log("only this\n") == "only this"
+
+
+# --- pinning ----------------------------------------------------------------------------------------------------------
+
+
+def test_one_cpu_of_each_core(tmp_path: Path) -> None:
+    for cpu, siblings in enumerate(("0,2", "1,3", "0,2", "1,3")):
+        (tmp_path / str(cpu)).write_text(siblings)
+    topology = str(tmp_path / "{}")
+    assert observed.one_cpu_per_core([0, 1, 2, 3], topology) == [0, 1]
+    assert observed.one_cpu_per_core([2, 3], topology) == [2, 3]
+    assert observed.one_cpu_per_core([0, 2], str(tmp_path / "unknown-{}")) == [0, 2]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="prctl is Linux")
+def test_a_worker_dies_with_its_parent() -> None:
+    child = "from quickstart.observed import die_with_parent as d; d(); import time; print(flush=True); time.sleep(60)"
+    parent = f"""
+import subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", {child!r}], stdout=subprocess.PIPE)
+child.stdout.readline()
+print(child.pid, flush=True)
+time.sleep(60)
+"""
+    environment = {**os.environ, "PYTHONPATH": str(SCRIPTS)}
+    with subprocess.Popen([sys.executable, "-c", parent], stdout=subprocess.PIPE, env=environment) as process:
+        pid = int(process.stdout.readline())
+        process.send_signal(signal.SIGKILL)
+    deadline = time.monotonic() + 10
+    while _runs(pid) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not _runs(pid)
+
+
+def _runs(pid: int) -> bool:
+    status = Path(f"/proc/{pid}/status")
+    return status.exists() and "State:\tZ" not in status.read_text()
+
+
+# --- observations -----------------------------------------------------------------------------------------------------
+
+
+def _seen(pipeline_rank: int, loss: float | None, offset_s: float = 0.0) -> dict:
+    operations = [["forward", 0, 0, offset_s + 1.0, offset_s + 1.5], ["backward", 0, 0, offset_s + 2.0, offset_s + 3.0]]
+    step = {"start_s": offset_s + 0.5, "end_s": offset_s + 4.0, "loss": loss, "operations": operations}
+    return {"rank": pipeline_rank, "pipeline_rank": pipeline_rank, "steps": [step]}
+
+
+def _write(folder: Path, *ranks: dict) -> None:
+    for rank in ranks:
+        (folder / f"rank-{rank['rank']}.json").write_text(json.dumps(rank))
+
+
+def test_ranks_are_joined_to_steps(tmp_path: Path) -> None:
+    _write(tmp_path, _seen(1, 9.5, offset_s=0.25), _seen(0, None))
+    (step,) = observations.read_steps(tmp_path)
+    assert (step.start_s, step.end_s, step.duration_s, step.loss) == (0.5, 4.25, 3.75, 9.5)
+    assert step.busy_s == (1.5, 1.5)
+    assert step.operations[1][0] == Operation("forward", 0, 1.25, 1.75)
+
+
+def test_ranks_that_do_not_fit_together_are_refused(tmp_path: Path) -> None:
+    short = _seen(0, None)
+    short["steps"] = []
+    _write(tmp_path, short, _seen(1, 9.5))
+    with pytest.raises(ValueError, match=r"\[0, 1\] steps"):
+        observations.read_steps(tmp_path)
+    _write(tmp_path, _seen(0, None), _seen(1, None))
+    with pytest.raises(ValueError, match="loss"):
+        observations.read_steps(tmp_path)
+
+
+# --- report -----------------------------------------------------------------------------------------------------------
+
+
+def _step(duration_s: float, loss: float = 10.0) -> Step:
+    rank = (Operation("forward", 0, 0.0, 0.2 * duration_s), Operation("backward", 0, 0.4 * duration_s, 0.8 * duration_s))
+    return Step(0.0, duration_s, loss, (rank, rank[1:]))
+
+
+def _round(split: str, *durations_s: float, loss: float = 10.0) -> Round:
+    layers = (8, 8) if split == UNIFORM else (13, 3)
+    return Round(split, layers, tuple(_step(one, loss) for one in durations_s), warmup=1)
+
+
+def test_rounds_alternate_within_and_between_pairs() -> None:
+    u, b = UNIFORM, BALANCED
+    assert report.order_of_rounds(3) == [u, b, b, u, u, b]
+
+
+def test_the_summary_is_of_medians_without_warm_up() -> None:
+    rounds = [_round(UNIFORM, 99, 4, 4, 5), _round(BALANCED, 99, 2, 2, 3), _round(BALANCED, 1, 2, 3, 3)]
+    rounds.append(_round(UNIFORM, 1, 4, 4, 4))
+    summary = report.summarize(rounds, 1.9, "cpu")
+    assert (summary.uniform_split, summary.balanced_split) == ((8, 8), (13, 3))
+    assert (summary.uniform_step_s, summary.balanced_step_s) == (4, 2.5)
+    assert summary.measured_speedup == 4 / 2.5 and summary.predicted_speedup == 1.9
+    assert summary.pair_speedups == (4 / 2, 4 / 3)
+    assert summary.uniform_busy_s == pytest.approx((0.6 * 4, 0.4 * 4))
+    assert [one["split"] for one in summary.rounds] == [UNIFORM, BALANCED, BALANCED, UNIFORM]
+    assert json.loads(json.dumps(summary.to_json()))["rounds"][0]["step_s"] == [99, 4, 4, 5]
+
+
+@pytest.mark.parametrize(("loss", "agree"), [(10.0, True), (10.0 * (1 + 1e-6), True), (10.0 * (1 - 3e-6), False)])
+def test_the_loss_difference_is_relative_and_of_the_worst_pair(loss: float, agree: bool) -> None:
+    rounds = [_round(UNIFORM, 1, 1), _round(BALANCED, 1, 1), _round(BALANCED, 1, 1, loss=loss), _round(UNIFORM, 1, 1)]
+    summary = report.summarize(rounds, 1.0, "cpu")
+    assert summary.max_loss_difference == pytest.approx(abs(loss - 10) / 10)
+    assert summary.losses_agree is agree
+
+
+def test_the_typical_step_is_a_measured_one_near_the_median() -> None:
+    assert report.typical_step([_round(UNIFORM, 3.1, 1, 3, 9)]).duration_s == 3
+
+
+def _summary() -> report.Summary:
+    return report.summarize([_round(UNIFORM, 4, 4), _round(BALANCED, 3, 3)], 1.3, "cpu")
+
+
+def test_the_table_names_splits_and_speedups() -> None:
+    from rich.console import Console
+
+    text = StringIO()
+    Console(file=text, width=100).print(report.table(_summary()))
+    for word in ("8 | 8", "13 | 3", "2.400 s ( 60%)", "1.300", "1.333", "0.0e+00"):
+        assert word in text.getvalue()
+
+
+def test_the_picture_is_a_png(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    from quickstart.picture import draw
+
+    draw(_summary(), _step(4), _step(3), tmp_path / "timelines.png")
+    assert (tmp_path / "timelines.png").read_bytes().startswith(b"\x89PNG")
+
+
+# --- the shell --------------------------------------------------------------------------------------------------------
+
+
+def _bash(script: str, **environment: str) -> subprocess.CompletedProcess:
+    command = ["bash", "-c", f"set -euo pipefail; source {SCRIPTS}/lib/python.sh; {script}"]
+    return subprocess.run(command, capture_output=True, text=True, env={**os.environ, **environment})
+
+
+def _fake_python(folder: Path, name: str, body: str) -> None:
+    folder.mkdir(exist_ok=True)
+    (folder / name).write_text(f"#!/bin/sh\n{body}\n")
+    (folder / name).chmod(0o755)
+
+
+def test_a_python_that_does_not_run_is_passed_over(tmp_path: Path) -> None:
+    minimum = f"{sys.version_info.major}.{sys.version_info.minor}"
+    _fake_python(tmp_path / "shims", f"python{minimum}", "echo 'pyenv: command not found' >&2; exit 127")
+    _fake_python(tmp_path / "good", f"python{minimum}", f'exec "{sys.executable}" "$@"')
+    search = f"{tmp_path}/shims:{tmp_path}/good:/usr/bin:/bin"
+    found = _bash(f"find_python {minimum}", PATH=search, PYENV_ROOT="/nowhere", MEGATRON_BALANCE_PYTHON="")
+    assert found.stdout.strip() == f"{tmp_path}/good/python{minimum}"
+
+
+def test_no_python_is_an_error_with_a_remedy() -> None:
+    found = _bash("find_python 3.19", MEGATRON_BALANCE_PYTHON="")
+    assert found.returncode != 0 and "MEGATRON_BALANCE_PYTHON=" in found.stderr and not found.stdout
+    named = _bash("find_python 3.19", MEGATRON_BALANCE_PYTHON=sys.executable)
+    assert named.returncode != 0 and sys.executable in named.stderr
+
+
+def test_help_needs_nothing_installed() -> None:
+    for flag in ("--help", "-h"):
+        shown = subprocess.run(["bash", SCRIPTS / "quickstart.sh", "--quick", flag], capture_output=True, text=True)
+        assert shown.returncode == 0 and "--quick" in shown.stdout and "summary.json" in shown.stdout
