@@ -120,7 +120,7 @@ class ModelSpec:
     normalization: str = "LayerNorm"
     gated: bool = False
     add_bias_linear: bool = True
-    add_qkv_bias: bool = False
+    add_qkv_bias: bool = True
     qk_layernorm: bool = False
     learnable_softmax: bool = False
     untied_head: bool = False
@@ -161,6 +161,7 @@ class ModelSpec:
         _refuse_uncovered(arguments)
         hidden = _size(arguments, "hidden_size")
         heads = _size(arguments, "num_attention_heads")
+        bias = arguments.get("add_bias_linear", True)
         dtype = next((name for name in ("bf16", "fp16") if arguments.get(name)), "fp32")
         spec = cls(
             hidden_size=hidden,
@@ -175,8 +176,8 @@ class ModelSpec:
             position_embedding_type=_position_embedding_type(arguments),
             normalization=arguments.get("normalization") or "LayerNorm",
             gated=bool(arguments.get("swiglu") or arguments.get("quick_geglu")),
-            add_bias_linear=arguments.get("add_bias_linear", True),
-            add_qkv_bias=bool(arguments.get("add_qkv_bias")),
+            add_bias_linear=bias,
+            add_qkv_bias=bool(bias or arguments.get("add_qkv_bias")),
             qk_layernorm=bool(arguments.get("qk_layernorm")),
             learnable_softmax=arguments.get("softmax_type") == "learnable",
             untied_head=bool(arguments.get("untie_embeddings_and_output_weights")),
@@ -254,7 +255,7 @@ class ModelSpec:
     def _attention_parameters(self) -> int:
         qkv = self.query_size + 2 * self.kv_size
         weights = self.hidden_size * (qkv + self.query_size)
-        biases = qkv * (self.add_bias_linear or self.add_qkv_bias) + self.hidden_size * self.add_bias_linear
+        biases = qkv * self.add_qkv_bias + self.hidden_size * self.add_bias_linear
         norms = 2 * self.kv_channels * self._norm_vectors * self.qk_layernorm
         return weights + biases + norms + self.num_attention_heads * self.learnable_softmax
 
@@ -279,7 +280,7 @@ def _refuse_uncovered(arguments: Mapping[str, Any]) -> None:
 
 def _check_divides(divisor: int, divisor_name: str, number: int, name: str) -> None:
     if number % divisor:
-        raise BalanceError(f"{name} ({number}) is not divisible by {divisor_name} ({divisor}): choose sizes that divide")
+        raise BalanceError(f"{name} ({number}) is not divisible by {divisor_name} ({divisor}): choose others")
 
 
 def _check_parallel_sizes(spec: ModelSpec, arguments: Mapping[str, Any]) -> None:

@@ -203,8 +203,8 @@ def test_precision_that_a_device_lacks_is_an_error():
 
 
 # Weights of head and embedding in layers, measured on one core with Megatron's local modules (megatron-core 0.19.2,
-# fp32, main gradients added as DDP adds them): head forward, head backward, head in all, embedding backward. Processor time,
-# least of 6 to 20 rounds, median of three runs.
+# fp32, main gradients added as DDP adds them): head forward, head backward, head in all, embedding backward.
+# Processor time, least of 6 to 20 rounds, median of three runs.
 CPU_GPT = {"gradient_accumulation_fusion": False, "transformer_impl": "local", "max_position_embeddings": 128,
            "seq_length": 128, "num_attention_heads": 8}  # fmt: skip
 MEASURED = [

@@ -138,7 +138,8 @@ def test_fingerprint_is_flat_json_and_tells_models_apart():
     assert len({json.dumps(entry, sort_keys=True) for entry in prints}) == len(variants)
     assert all(value is None or isinstance(value, (int, str, float)) for entry in prints for value in entry.values())
     assert prints[4]["layers"] == "3 dense, 9 moe" and prints[4]["experts_count"] == 8
-    assert spec(ffn_hidden_size=1024, padded_vocab_size=50304).fingerprint == prints[0]
+    filled_in = {"ffn_hidden_size": 1024, "kv_channels": 32, "padded_vocab_size": 50304, "add_qkv_bias": True}
+    assert spec(**filled_in).fingerprint == prints[0]
 
 
 # Parameters of models that Megatron builds on the CPU: whole stages of a GPTModel, by part.

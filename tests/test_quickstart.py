@@ -253,6 +253,7 @@ def test_the_summary_is_of_medians_without_warm_up() -> None:
     assert (summary.uniform_step_s, summary.balanced_step_s) == (4, 2.5)
     assert summary.measured_speedup == 4 / 2.5 and summary.predicted_speedup == 1.9
     assert summary.pair_speedups == (4 / 2, 4 / 3)
+    assert summary.launch_spread == 3 / 2
     assert summary.uniform_busy_s == pytest.approx((0.6 * 4, 0.4 * 4))
     assert [one["split"] for one in summary.rounds] == [UNIFORM, BALANCED, BALANCED, UNIFORM]
     assert json.loads(json.dumps(summary.to_json()))["rounds"][0]["step_s"] == [99, 4, 4, 5]

@@ -213,6 +213,15 @@ def test_starts_are_legal(costs: ChainCosts, topology: Topology) -> None:
     assert uniform is None or list(uniform) in starts.tolist()
 
 
+def test_starts_stand_rounding() -> None:
+    """Costs in which many stages are as large as the largest, up to the last bits of their sums."""
+    layer = ElementCost(1e-3, 2e-3)
+    for num_layers, ranks, head in itertools.product(range(4, 20), range(2, 6), range(14)):
+        costs = ChainCosts(ElementCost(0.0, 1e-4), (layer,) * num_layers, layer, "thirds")
+        costs = costs.with_weights(head=(head, head))
+        assert (starting_splits(costs, Topology(ranks, 8)).sum(axis=1) == num_layers).all()
+
+
 # --- the rest
 
 

@@ -104,7 +104,7 @@ class _Operations:
         return attention + self._norm() + self._feed_forward(kind) + self._residual()
 
     def head(self) -> _Work:
-        """Final norm, output layer, loss; once more for each multi-token-prediction depth, after embedding and layer."""
+        """Final norm, output layer, loss; again for each prediction depth (MTP), after an embedding and a layer."""
         model = self.model
         output = self._norm() + self._output_layer() + self._cross_entropy()
         if not model.mtp_num_layers:

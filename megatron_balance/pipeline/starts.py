@@ -73,13 +73,14 @@ def _filled(before: np.ndarray, ends: np.ndarray, least: np.ndarray, cap: float)
         before: seconds of the first 0, 1, ..., n layers.
         ends: seconds that embedding and head add to each stage.
         least: layers that each stage holds at least.
-        cap: seconds, with some slack for rounding.
+        cap: seconds; a billionth more is let pass, as sums in another order differ by less.
     """
     stops = [0]
     spare = before.size - 1 - least.sum()
     for extra, fewest in zip(ends, least, strict=True):
         start = stops[-1]
-        fitting = np.searchsorted(before, (before[start] + cap - extra) * (1 + 1e-9), side="right") - 1 - start
+        room = cap * (1 + 1e-9) - extra
+        fitting = np.searchsorted(before, before[start] + room, side="right") - 1 - start
         taken = min(fitting, fewest + spare)
         if taken < fewest:
             return None

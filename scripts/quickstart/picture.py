@@ -18,6 +18,7 @@ from quickstart.report import Summary
 COLOURS = {"forward": "#3b7dd8", "backward": "#f2994a"}
 _IDLE, _OPTIMIZER, _INK = "#eef0f3", "#c3c8d1", "#22262e"
 _BAR = 0.78  # height of a rank's bar in units of the distance between ranks
+_NARROW = 0.013  # share of the width below which a bar has no room for its number
 
 
 def draw(summary: Summary, uniform: Step, balanced: Step, path: Path) -> None:
@@ -31,13 +32,13 @@ def draw(summary: Summary, uniform: Step, balanced: Step, path: Path) -> None:
             fontsize=15,
             fontweight="bold",
         )
+        panels[1].set_xlim(0, max(uniform.duration_s, balanced.duration_s) * 1.005)
         _panel(panels[0], "uniform", uniform, summary.uniform_split)
         _panel(panels[1], "balanced", balanced, summary.balanced_split)
         if balanced.duration_s < uniform.duration_s:
             _mark_saving(panels[1], uniform.duration_s, balanced.duration_s)
         panels[0].tick_params(axis="x", length=0)
         panels[0].spines["bottom"].set_visible(False)
-        panels[1].set_xlim(0, max(uniform.duration_s, balanced.duration_s) * 1.005)
         panels[1].set_xlabel("seconds since the step began", color=_INK)
         figure.legend(handles=_legend(), loc="outside lower center", ncols=4, frameon=False)
         figure.savefig(path, dpi=150, facecolor="white")
@@ -76,15 +77,10 @@ def _bar(axes: Axes, rank: int, operation: Operation, step: Step) -> None:
     axes.barh(
         rank, length_s, left=start_s, height=_BAR, color=COLOURS[operation.kind], edgecolor="white", linewidth=0.6
     )
-    axes.annotate(
-        str(operation.microbatch + 1),
-        (start_s + length_s / 2, rank),
-        ha="center",
-        va="center",
-        fontsize=8,
-        color="white",
-        clip_on=True,
-    )
+    if length_s < _NARROW * axes.get_xlim()[1]:
+        return
+    number = str(operation.microbatch + 1)
+    axes.text(start_s + length_s / 2, rank, number, ha="center", va="center", fontsize=7.5, color="white")
 
 
 def _rank_label(rank: int, layers: tuple[int, ...], step: Step) -> str:

@@ -10,6 +10,7 @@ from rich.table import Table
 from quickstart.observations import Step
 
 UNIFORM, BALANCED = "uniform", "balanced"
+NOISY = 1.15  # launches of the same split that differ more than this say little
 TOLERANCE = 2e-6  # largest relative loss difference between equal computations in fp32 that rounding explains
 
 
@@ -46,6 +47,7 @@ class Summary:
         measured_speedup: ``uniform_step_s / balanced_step_s``.
         pair_speedups: the same for each pair of neighbouring launches.
         predicted_speedup: by the plan's simulation.
+        launch_spread: slowest over fastest launch of the same split; 1 on a perfectly quiet machine.
         max_loss_difference: largest ``|balanced - uniform| / |uniform|`` of the same step of a pair.
         uniform_busy_s, balanced_busy_s: time that each stage computes in one step.
         rounds: every launch in its order.
@@ -58,6 +60,7 @@ class Summary:
     measured_speedup: float
     pair_speedups: tuple[float, ...]
     predicted_speedup: float
+    launch_spread: float
     max_loss_difference: float
     uniform_busy_s: tuple[float, ...]
     balanced_busy_s: tuple[float, ...]
@@ -93,6 +96,7 @@ def summarize(rounds: list[Round], predicted_speedup: float, device: str) -> Sum
         measured_speedup=uniform_s / balanced_s,
         pair_speedups=tuple(one.step_s / other.step_s for one, other in pairs),
         predicted_speedup=predicted_speedup,
+        launch_spread=max(_spread(uniform), _spread(balanced)),
         max_loss_difference=max(loss_difference(one.steps, other.steps) for one, other in pairs),
         uniform_busy_s=_busy_s(uniform),
         balanced_busy_s=_busy_s(balanced),
@@ -114,6 +118,11 @@ def typical_step(rounds: list[Round]) -> Step:
 
 def _step_s(rounds: list[Round]) -> float:
     return median(step.duration_s for one in rounds for step in one.measured)
+
+
+def _spread(rounds: list[Round]) -> float:
+    seconds = [one.step_s for one in rounds]
+    return max(seconds) / min(seconds)
 
 
 def _busy_s(rounds: list[Round]) -> tuple[float, ...]:
