@@ -54,6 +54,7 @@ def prepared(monkeypatch, arguments: list[str], **changes):
         ("--balanced-pipeline-embedding-weight 1,2,3", "embedding-weight 1,2,3"),
         ("--balanced-pipeline-embedding-weight much", "embedding-weight much"),
         ("--balanced-pipeline-dry-run=-3", "dry-run -3"),
+        ("--balanced-pipeline-device H300", "device H300: choose one of A100, .*generic"),
         (
             "--num-virtual-stages-per-pipeline-rank 2 --heterogeneous-layers-config-path blocks.json",
             "heterogeneous layers in virtual stages",
@@ -135,6 +136,9 @@ def test_dry_run_plans_and_exits(tmp_path):
 
     other = dry_run(tmp_path, [*thirty, "--balanced-pipeline-plan", str(plan_file), "--hidden-size", "64"], 8)
     assert other.status == 2 and str(plan_file) in other.output and "hidden_size" in other.output
+
+    heavier = dry_run(tmp_path, [*thirty, "--balanced-pipeline-plan", str(plan_file), "--balanced-pipeline-head-weight", "9"], 8)
+    assert heavier.status == 2 and "head_weight is '9,9', planned for None" in heavier.output
 
     plan_file.write_text(plan_file.read_text()[:-20])
     broken = dry_run(tmp_path, [*thirty, "--balanced-pipeline-plan", str(plan_file)], 8)

@@ -101,6 +101,20 @@ _BY_WORD = {
 }
 
 
+def device_chosen(name: str) -> Device:
+    """The device that a user calls ``name``: a chip of the table, ``generic`` or ``cpu``.
+
+    Raises:
+        BalanceError: there is no such device; the message lists those that there are.
+    """
+    if name.upper() == "GENERIC":
+        return _GENERIC_GPU
+    if name.upper() not in _BY_WORD:
+        known = ", ".join(word.lower() if word == "CPU" else word for word in _BY_WORD)
+        raise BalanceError(f"no speeds are known of device {name}: choose one of {known} or generic")
+    return _BY_WORD[name.upper()]
+
+
 def device_named(name: str) -> Device:
     """The device that ``torch.cuda.get_device_name()`` calls ``name``, or a CPU core for ``cpu``.
 

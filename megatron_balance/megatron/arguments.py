@@ -7,6 +7,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_balance.costs.devices import Device, device_chosen
 from megatron_balance.errors import BalanceError
 
 FLAG = "--balanced-pipeline"
@@ -39,6 +40,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         " the estimate.",
     )
     group.add_argument(
+        f"{FLAG}-device",
+        metavar="NAME",
+        help="Device whose speeds the estimate takes: A100, H100, H200, B200, generic (a GPU), cpu. Default: the one here; give it"
+        " for a dry run on a login node.",
+    )
+    group.add_argument(
         f"{FLAG}-plan",
         metavar="FILE",
         help="Keep the plan in FILE (JSON): reused when it exists and is of this model and topology, written when absent.",
@@ -60,12 +67,14 @@ class Options:
 
     Attributes:
         embedding_weight, head_weight: (forward, backward) cost in layers, None for the estimate.
+        device: whose speeds the estimate takes, None for the one here.
         plan_file: where the plan is kept, None for nowhere.
         dry_run: processes to plan for without training, 0 for one model replica; None to train.
     """
 
     embedding_weight: tuple[float, float] | None
     head_weight: tuple[float, float] | None
+    device: Device | None
     plan_file: str | None
     dry_run: int | None
 
@@ -76,19 +85,22 @@ class Options:
         Raises:
             BalanceError: a value is not usable, or an option is given without the flag that it belongs to.
         """
-        embedding, head, plan_file, dry_run = (
-            getattr(args, f"balanced_pipeline_{name}", None) for name in ("embedding_weight", "head_weight", "plan", "dry_run")
-        )
+        names = ("embedding-weight", "head-weight", "device", "plan", "dry-run")
+        values = {name: getattr(args, f"balanced_pipeline_{name}".replace("-", "_"), None) for name in names}
         if not getattr(args, "balanced_pipeline", False):
-            given = {"embedding-weight": embedding, "head-weight": head, "plan": plan_file, "dry-run": dry_run}
-            for name, value in given.items():
+            for name, value in values.items():
                 if value is not None:
                     raise BalanceError(f"{FLAG}-{name} does nothing without {FLAG}: add it or leave both out")
             return None
+        dry_run, device = values["dry-run"], values["device"]
         if dry_run is not None and dry_run < 0:
             raise BalanceError(f"{FLAG}-dry-run {dry_run}: the number of processes must be positive")
         return cls(
-            _weight(f"{FLAG}-embedding-weight", embedding), _weight(f"{FLAG}-head-weight", head), plan_file, dry_run
+            embedding_weight=_weight(f"{FLAG}-embedding-weight", values["embedding-weight"]),
+            head_weight=_weight(f"{FLAG}-head-weight", values["head-weight"]),
+            device=None if device is None else device_chosen(device),
+            plan_file=values["plan"],
+            dry_run=dry_run,
         )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import sys
+from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from megatron_balance.megatron.registry import Hook, registry
 from megatron_balance.model import ModelSpec
 from megatron_balance.pipeline.chain import least_layers
 from megatron_balance.pipeline.layout import Layout
-from megatron_balance.pipeline.plan import Plan, load_plan, make_plan, save_plan
+from megatron_balance.pipeline.plan import Plan, Scalar, load_plan, make_plan, save_plan
 from megatron_balance.pipeline.show import render_plan
 from megatron_balance.topology import Topology
 
@@ -138,37 +139,48 @@ def _provisional(args: Any, virtual_size: int) -> str:
 
 
 def after_globals(args: Any, options: Options) -> None:
-    """Plan on rank 0 and write the planned layout into ``args`` on every rank.
+    """Plan on rank 0 and write the planned layout into ``args`` on every rank; show arguments and plan.
 
     Raises:
         BalanceError: the model cannot be planned, or the plan file is of another job.
+        SystemExit: the end of a dry run.
     """
     if not _is_ours(args):  # one pipeline stage
         return
     model, topology = ModelSpec.from_arguments(vars(args)), _topology(args)
-    plan = Plan.from_json(decide_on_rank_0("plan", lambda: _decide(options, model, topology).to_json()))
-    plan.check_fits(model.fingerprint, topology, "rank 0's plan")
+    holds_for = {**model.fingerprint, **_given_weights(options)}
+    plan = Plan.from_json(decide_on_rank_0("plan", lambda: _decide(options, model, topology, holds_for).to_json()))
+    plan.check_fits(holds_for, topology, "rank 0's plan")
     _write_layout(args, plan.layout)
     _update_wandb(args)
-    print_deferred_arguments()
+    registry.undo(PRINT_ARGS)
+    if options.dry_run is None:
+        print_deferred_arguments()
+    say(render_plan(plan))
     if options.dry_run is not None:
         sys.exit(0)
 
 
-def _decide(options: Options, model: ModelSpec, topology: Topology) -> Plan:
-    """The stored plan where there is one, else a new one; shown, and stored where asked for."""
+def _given_weights(options: Options) -> dict[str, str]:
+    """The weights on the command line: part of what a stored plan was made for."""
+    weights = {"embedding_weight": options.embedding_weight, "head_weight": options.head_weight}
+    return {name: f"{weight[0]:g},{weight[1]:g}" for name, weight in weights.items() if weight is not None}
+
+
+def _decide(options: Options, model: ModelSpec, topology: Topology, holds_for: Mapping[str, Scalar]) -> Plan:
+    """The stored plan where there is one, else a new one, stored where asked for."""
     path = options.plan_file
     if path is not None and Path(path).exists():
-        plan, origin = load_plan(path), f"read from {path}"
-        plan.check_fits(model.fingerprint, topology, f"the plan file {path}")
-    else:
-        costs = analytic_costs(model, topology, device_named(_device_name()))
-        costs = costs.with_weights(options.embedding_weight, options.head_weight)
-        plan, origin = make_plan(costs, topology, model.fingerprint, model.mtp_num_layers), "new"
-        if path is not None:
-            save_plan(path, plan)
-            origin = f"written to {path}"
-    print(render_plan(plan), f"  {'plan':<12}{origin}", sep="\n", flush=True)
+        plan = load_plan(path)
+        plan.check_fits(holds_for, topology, f"the plan file {path}")
+        say(f"megatron-balance: plan read from {path}")
+        return plan
+    costs = analytic_costs(model, topology, options.device or device_named(_device_name()))
+    costs = costs.with_weights(options.embedding_weight, options.head_weight)
+    plan = make_plan(costs, topology, holds_for, model.mtp_num_layers)
+    if path is not None:
+        save_plan(path, plan)
+        say(f"megatron-balance: plan written to {path}")
     return plan
 
 
@@ -216,7 +228,6 @@ def _defer(print_args: Any) -> Any:
 
 def print_deferred_arguments() -> None:
     """Print Megatron's arguments, now that they are final."""
-    registry.undo(PRINT_ARGS)
     while _deferred:
         _deferred.pop(0)()
 
