@@ -15,7 +15,14 @@ setup(
     long_description=(ROOT / "README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     license="Apache-2.0",
+    classifiers=[
+        "Intended Audience :: Science/Research",
+        "Programming Language :: Python :: 3",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+        "Typing :: Typed",
+    ],
     python_requires=">=3.10",
+    package_data={"megatron_balance": ["py.typed"]},
     packages=find_packages(include=["megatron_balance", "megatron_balance.*"]),
     install_requires=[
         "megatron-core>=0.13",
@@ -30,7 +37,7 @@ setup(
         "te": ["transformer-engine[pytorch]>=2.1"],
         "flash": ["flash-attn>=2.6"],
         "quickstart": ["matplotlib>=3.8", "tokenizers>=0.19"],
-        "test": ["hypothesis>=6.100", "pytest>=8.0"],
+        "test": ["hypothesis>=6.100", "pytest>=8.0", "ruff>=0.6"],
     },
     entry_points={"console_scripts": ["megatron-balance = megatron_balance.cli:main"]},
 )

@@ -30,7 +30,9 @@ def _parser() -> argparse.ArgumentParser:
         description="Show which functions of Megatron our flags need and whether this Megatron has them. Exits with 1 where"
         " one is missing.",
     )
-    doctor.add_argument("--megatron-path", metavar="DIR", help="a Megatron-LM checkout (default: the installed megatron-core)")
+    doctor.add_argument(
+        "--megatron-path", metavar="DIR", help="a Megatron-LM checkout (default: the installed megatron-core)"
+    )
     doctor.set_defaults(command=_doctor)
     return parser
 

@@ -7,6 +7,7 @@ a computation and never touches a machine that trains on GPUs.
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import importlib.util
 import inspect
@@ -27,10 +28,11 @@ import torch
 import torch.distributed as dist
 
 from megatron_balance.errors import BalanceError
-from megatron_balance.megatron.failures import say
+from megatron_balance.reporting import say
 
 _CPU = torch.device("cpu")
 _installed = False
+_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # glibc's malloc.h
 
 # Functions that create tensors and may be told `device="cuda"` or `pin_memory=True`.
 _FACTORIES = (
@@ -46,6 +48,7 @@ def install() -> None:
     if _installed:
         return
     _installed = True
+    _keep_freed_memory()
     _redirect_tensors()
     _redirect_device_queries()
     _redirect_random_state()
@@ -97,6 +100,7 @@ def adapt_arguments(args: Any) -> None:
         "transformer_impl": "local",
         "gradient_accumulation_fusion": False,
         "no_persist_layer_norm": True,
+        "masked_softmax_fusion": False,
     }
     changed = {name: value for name, value in wanted.items() if getattr(args, name, value) != value}
     for name, value in changed.items():
@@ -104,6 +108,18 @@ def adapt_arguments(args: Any) -> None:
     if changed:
         settings = ", ".join(f"{name}={value}" for name, value in changed.items())
         say(f"megatron-balance: the CPU has no kernels for some settings; using {settings}")
+
+
+def _keep_freed_memory() -> None:
+    """Make glibc keep the memory of large tensors that are freed, as CUDA's caching allocator does.
+
+    By default it returns blocks of 32 MB and more to the kernel, and each micro-batch faults its logits and the gradients of
+    the embedding in anew: a multiple of the time that computing them takes.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # other C libraries have no such switch
+    if mallopt is not None:
+        mallopt(_M_MMAP_MAX, 0)
+        mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
 
 
 # --- tensors ----------------------------------------------------------------------------------------------------------

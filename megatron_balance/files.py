@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
-import tempfile
+import time
 from pathlib import Path
+
+_STALE_S = 60.0  # a write takes milliseconds; what is older belongs to a process that was killed
 
 
 def write_atomically(path: str | os.PathLike[str], text: str) -> None:
@@ -14,14 +16,20 @@ def write_atomically(path: str | os.PathLike[str], text: str) -> None:
         OSError: the folder does not exist or cannot be written; ``path`` is then as it was.
     """
     path = Path(path)
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    _remove_stale(path)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+        with temporary.open("w", encoding="utf-8") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
+        temporary.replace(path)
     except BaseException:
-        os.unlink(temporary)
+        temporary.unlink(missing_ok=True)
         raise
+
+
+def _remove_stale(path: Path) -> None:
+    for left in path.parent.glob(f".{path.name}.*.tmp"):
+        if time.time() - left.stat().st_mtime > _STALE_S:
+            left.unlink(missing_ok=True)

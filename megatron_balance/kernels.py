@@ -2,7 +2,7 @@
 
 It is one file because Numba's cache notices changes of a kernel's own file only: a kernel in another file would go on
 running an old version of those it calls. There is no clock, no library random number and no fast-math in here, and
-decisions compare sums of costs: every rank of a job plans for itself, and all have to come to the same plan.
+decisions compare sums of costs: the same job gets the same plan whenever and wherever it is made.
 """
 
 from __future__ import annotations

@@ -158,7 +158,7 @@ class ModelSpec:
             BalanceError: a size is missing, not a whole number of 1 or more or does not divide as Megatron needs it;
                 or the model is of a kind that has no costs yet.
         """
-        _refuse_uncovered(arguments)
+        refuse_uncovered(arguments)
         hidden = _size(arguments, "hidden_size")
         heads = _size(arguments, "num_attention_heads")
         bias = arguments.get("add_bias_linear", True)
@@ -272,7 +272,12 @@ class ModelSpec:
         return router + experts.count * self._mlp_parameters(experts.ffn_hidden_size) + shared
 
 
-def _refuse_uncovered(arguments: Mapping[str, Any]) -> None:
+def refuse_uncovered(arguments: Mapping[str, Any]) -> None:
+    """Refuse models that have no costs yet.
+
+    Raises:
+        BalanceError: names what is not covered, and the way round.
+    """
     for name, (what, remedy) in _NOT_COVERED.items():
         if arguments.get(name):
             raise BalanceError(f"--balanced-pipeline does not know the cost of {what} ({name} is set). {remedy}")

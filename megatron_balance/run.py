@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import runpy
 import sys
 import warnings
@@ -10,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from megatron_balance.errors import BalanceError
-from megatron_balance.megatron.failures import global_rank, say, stops_on_error
+from megatron_balance.reporting import global_rank, say, stops_on_error
 
 USAGE = """\
 usage: torchrun [...] -m megatron_balance.run [--device auto|cpu|cuda] [SCRIPT] [Megatron's flags] [our flags]
@@ -75,7 +76,7 @@ def prepare(argv: list[str]) -> str | None:
 def _split(argv: list[str]) -> tuple[str, str | None, list[str]]:
     device, rest = "auto", list(argv)
     if rest and rest[0].split("=")[0] == "--device":
-        option, separator, value = rest.pop(0).partition("=")
+        _, separator, value = rest.pop(0).partition("=")
         if not separator:
             value = rest.pop(0) if rest else ""
         if value not in ("auto", "cpu", "cuda"):
@@ -98,6 +99,11 @@ def _choose_device(device: str) -> None:
         return
     if device == "cuda":
         raise BalanceError(f"--device cuda, but torch {torch.__version__} finds no usable GPU")
+    if device == "auto" and int(os.environ.get("WORLD_SIZE", 1)) > int(os.environ.get("LOCAL_WORLD_SIZE", 1)):
+        raise BalanceError(
+            f"no usable GPU on {platform.node()}, but this job has several machines: mend the driver there, or give --device cpu to"
+            " train on the CPUs of all"
+        )
     from megatron_balance import cpu
 
     cpu.install()

@@ -47,7 +47,3 @@ class Topology:
     def group_size(self) -> int:
         """Micro-batches per group of the interleaved schedule."""
         return self.microbatch_group_size or self.pipeline_size
-
-    def stage(self, rank: int, chunk: int) -> int:
-        """Index of chunk ``chunk`` of pipeline rank ``rank`` in the order in which data passes the stages."""
-        return chunk * self.pipeline_size + rank

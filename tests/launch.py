@@ -65,12 +65,18 @@ def launch(
     seen = folder / "seen"
     starter = [sys.executable]
     if torchrun:
-        starter += "-m torch.distributed.run --standalone".split() + [f"--nproc-per-node={processes}"]
+        starter += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
     command = [*starter, str(DRIVER), str(seen), "--device", "cpu", *([script] if script else []), *arguments]
     variables = {**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})}
     folder.mkdir(parents=True, exist_ok=True)
     process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=variables, cwd=folder, start_new_session=True
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=variables,
+        cwd=folder,
+        start_new_session=True,
     )
     try:
         output, _ = process.communicate(timeout=timeout_s)
@@ -79,7 +85,9 @@ def launch(
         output, _ = process.communicate()
         print(output[-5000:])
         raise
-    ranks = {seen_by["rank"]: seen_by for path in seen.glob("rank-*.json") for seen_by in [json.loads(path.read_text())]}
+    ranks = {
+        seen_by["rank"]: seen_by for path in seen.glob("rank-*.json") for seen_by in [json.loads(path.read_text())]
+    }
     return Run(process.returncode, output, ranks)
 
 

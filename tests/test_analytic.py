@@ -8,6 +8,7 @@ import sys
 from dataclasses import replace
 
 import pytest
+
 from megatron_balance.costs.analytic import analytic_costs, head_flops, layer_flops
 from megatron_balance.costs.devices import CPU_CORE, Device, Kernel, device_named
 from megatron_balance.errors import BalanceError

@@ -24,14 +24,14 @@ def modules(monkeypatch):
     return defining, importing
 
 
-def doubling(attribute="answer"):
+def doubling_hook(attribute="answer"):
     return Hook("megatron.defining", attribute, "--flag", "doubles", lambda original: lambda: 2 * original())
 
 
 def test_hook_replaces_every_name_of_its_function_and_undoes_it(modules):
     defining, importing = modules
     original, other = defining.answer, importing.other
-    registry, hook = Registry(), doubling()
+    registry, hook = Registry(), doubling_hook()
     registry.apply(hook)
     assert (defining.answer(), importing.renamed(), importing.other()) == (2, 2, 1)
     registry.undo(hook)
@@ -40,15 +40,36 @@ def test_hook_replaces_every_name_of_its_function_and_undoes_it(modules):
 
 def test_hook_is_applied_once(modules):
     registry = Registry()
-    registry.apply(doubling())
-    registry.apply(doubling())
+    hook = doubling_hook()
+    registry.apply(hook)
+    registry.apply(hook)
     assert modules[0].answer() == 2
+
+
+def test_hook_is_undone_where_it_was_imported_later(modules):
+    defining, importing = modules
+    original, registry, hook = defining.answer, Registry(), doubling_hook()
+    registry.apply(hook)
+    importing.later = defining.answer
+    registry.undo(hook)
+    assert importing.later is original
+
+
+def test_hooks_of_one_function_nest(modules):
+    adding = Hook("megatron.defining", "answer", "--other", "adds", lambda original: lambda: original() + 1)
+    registry = Registry()
+    registry.apply(doubling := doubling_hook())
+    registry.apply(adding)
+    assert modules[1].renamed() == 3
+    registry.undo(adding)
+    registry.undo(doubling)
+    assert modules[1].renamed() == 1
 
 
 @pytest.mark.parametrize(
     ("hook", "named"),
     [
-        (doubling("answr"), "megatron.defining.answr"),
+        (doubling_hook("answr"), "megatron.defining.answr"),
         (Hook("megatron.nowhere", "answer", "--flag", "", lambda original: original), "megatron.nowhere.answer"),
     ],
 )
@@ -58,12 +79,12 @@ def test_missing_target_names_flag_and_full_path(modules, hook, named):
 
 
 UNTOUCHED = """
-import importlib, sys, types
-from megatron_balance.megatron.registry import _megatron_modules
+import importlib, sys
 import megatron.training.training, megatron.training.yaml_arguments
 for name in ("checkpointing", "initialize", "global_vars", "arguments", "training", "utils"):
     importlib.import_module(f"megatron.training.{name}")
-before = {(module.__name__, name): value for module in _megatron_modules() for name, value in vars(module).items()}
+modules = {name: module for name, module in sys.modules.items() if name.split(".")[0] == "megatron"}
+before = {(place, name): value for place, module in modules.items() for name, value in vars(module).items()}
 import megatron_balance
 sys.argv = ["pretrain_gpt.py", "--num-layers", "2"]
 megatron_balance.enable()

@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+
 from megatron_balance.errors import BalanceError
 from megatron_balance.model import Experts, LayerKind, ModelSpec, Recompute
 

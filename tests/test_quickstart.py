@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from io import StringIO
 from pathlib import Path
@@ -19,6 +20,7 @@ sys.path.insert(0, str(SCRIPTS))
 from quickstart import corpus, launch, observations, observed, report  # noqa: E402
 from quickstart.observations import Operation, Step  # noqa: E402
 from quickstart.report import BALANCED, UNIFORM, Round  # noqa: E402
+from quickstart.turns import Turns  # noqa: E402
 
 # --- corpus -----------------------------------------------------------------------------------------------------------
 
@@ -95,60 +97,76 @@ def test_a_corpus_that_fails_on_the_way_does_not_appear(
 # --- launches ---------------------------------------------------------------------------------------------------------
 
 SIZE = launch.Size(
-    layers=16, hidden=64, heads=4, vocabulary=512, sequence=32, micro_batch=2, microbatches=4, steps=6, warmup=1, pairs=2
+    layers=16, hidden=64, heads=4, vocabulary=512, sequence=32, micro_batch=2, microbatches=4, warmup=1, pairs=2
 )
 
 
 @pytest.fixture
 def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    """The command lines of a starting run and of both kinds of round, by name."""
+    """The command lines of the starting run and of both splits, by name."""
     seen: dict[str, str] = {}
-    monkeypatch.setattr(launch, "run", lambda command, log, progress: seen.__setitem__(log.stem, " ".join(command)))
+    monkeypatch.setattr(
+        launch,
+        "run",
+        lambda commands, progress: seen.update({log.stem: " ".join(one) for log, one in commands.items()}),
+    )
     job = launch.Job(SIZE, "cpu", tmp_path / "tokens", tmp_path)
     job.start("start", print)
-    job.round("1-uniform", UNIFORM, print)
-    job.round("2-balanced", BALANCED, print)
+    job.compare(report.order_of_rounds(SIZE.steps), print)
     return seen
 
 
-def test_rounds_start_from_the_checkpoint_of_one_unsplit_run(commands: dict[str, str], tmp_path: Path) -> None:
-    assert f"--save {tmp_path}/start " in commands["start"] and "--pipeline-model-parallel-size" not in commands["start"]
-    for name in ("1-uniform", "2-balanced"):
-        assert f"--load {tmp_path}/start --finetune --no-load-optim --no-load-rng" in commands[name]
-        assert "--pipeline-model-parallel-size 2" in commands[name] and "--nproc-per-node 2" in commands[name]
-        assert "--global-batch-size 8 " in commands[name]
+def test_both_splits_start_from_the_checkpoint_of_one_unsplit_run(commands: dict[str, str], tmp_path: Path) -> None:
+    assert (
+        f"--save {tmp_path}/start " in commands["start"] and "--pipeline-model-parallel-size" not in commands["start"]
+    )
+    for split in (UNIFORM, BALANCED):
+        assert f"--load {tmp_path}/start --finetune --no-load-optim --no-load-rng" in commands[split]
+        assert "--pipeline-model-parallel-size 2" in commands[split] and "--nproc-per-node 2" in commands[split]
+        assert "--global-batch-size 8 --train-iters 3 " in commands[split]
 
 
-def test_the_two_rounds_differ_in_our_flags_alone(commands: dict[str, str], tmp_path: Path) -> None:
+def test_the_two_splits_differ_in_our_flags_alone(commands: dict[str, str], tmp_path: Path) -> None:
     ours = f" --balanced-pipeline --balanced-pipeline-plan {tmp_path}/plan.json"
-    assert commands["2-balanced"].removesuffix(ours) == commands["1-uniform"].replace("1-uniform", "2-balanced")
+    named = f"observations/uniform uniform {','.join(report.order_of_rounds(3))} --"
+    assert named in commands[UNIFORM]
+    assert commands[BALANCED].removesuffix(ours) == commands[UNIFORM].replace(
+        named, named.replace("uniform uniform", "balanced balanced", 1)
+    )
 
 
-def test_a_failing_launch_shows_the_end_of_its_log(tmp_path: Path) -> None:
-    log = tmp_path / "x.log"
+def test_a_failing_launch_shows_the_end_of_its_log_and_ends_the_other(tmp_path: Path) -> None:
+    failing, other = tmp_path / "x.log", tmp_path / "y.log"
+    commands = {
+        other: [sys.executable, "-c", "import time; time.sleep(60)"],
+        failing: [sys.executable, "-c", "print('no such layer'); raise SystemExit(3)"],
+    }
     with pytest.raises(launch.LaunchFailed, match=r"(?s)no such layer.*status 3.*x\.log"):
-        launch.run([sys.executable, "-c", "print('no such layer'); raise SystemExit(3)"], log, lambda text: None)
-    assert "no such layer" in log.read_text()
+        launch.run(commands, lambda text: None)
+    assert "no such layer" in failing.read_text()
 
 
 def test_what_interrupts_a_launch_ends_its_process(tmp_path: Path) -> None:
-    def interrupt(text: str) -> None:
-        raise KeyboardInterrupt
-
     log = tmp_path / "x.log"
+
+    def interrupt(text: str) -> None:
+        if log.read_text().splitlines()[-1].isdigit():
+            raise KeyboardInterrupt
+
     code = "import os, time; print(os.getpid(), flush=True); time.sleep(60)"
     with pytest.raises(KeyboardInterrupt):
-        launch.run([sys.executable, "-c", code], log, interrupt)
-    pid = log.read_text().splitlines()[-1]
-    assert not pid.isdigit() or not Path(f"/proc/{pid}").exists()
+        launch.run({log: [sys.executable, "-c", code]}, interrupt)
+    assert not _runs(int(log.read_text().splitlines()[-1]))
 
 
 def test_progress_is_read_from_megatrons_lines(tmp_path: Path) -> None:
     log = tmp_path / "x.log"
     log.write_text("building\n")
-    assert launch.step_reached(log) == "starting"
-    log.write_text("x" * 9000 + "\n [2026] iteration        2/       8 | consumed\n iteration        3/       8 | consumed")
-    assert launch.step_reached(log) == "step 3 of 8"
+    assert launch.steps_reached(log) == (0, "starting")
+    log.write_text(
+        "x" * 9000 + "\n [2026] iteration        2/       8 | consumed\n iteration        3/       8 | consumed"
+    )
+    assert launch.steps_reached(log) == (3, "step 3 of 8")
 
 
 def test_the_end_of_a_log_is_before_torchruns_account() -> None:
@@ -194,13 +212,44 @@ def _runs(pid: int) -> bool:
     return status.exists() and "State:\tZ" not in status.read_text()
 
 
+# --- turns ------------------------------------------------------------------------------------------------------------
+
+
+def test_steps_are_trained_in_turn(tmp_path: Path) -> None:
+    """Two jobs of two ranks, each rank a thread: a step starts after all ranks have ended the turn before it."""
+    order, log, guard = report.order_of_rounds(6), [], threading.Lock()
+
+    def train(job: str, rank: int) -> None:
+        turns = Turns(tmp_path, order, job, rank, processes=2)
+
+        def train_step() -> None:
+            with guard:
+                log.append((job, "start"))
+            time.sleep(0.01 * rank)
+            with guard:
+                log.append((job, "end"))
+
+        step = turns.around(train_step)
+        for _ in range(order.count(job)):
+            step()
+        turns.end()
+
+    threads = [threading.Thread(target=train, args=(job, rank)) for job in (UNIFORM, BALANCED) for rank in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert [log[i][0] for i in range(0, len(log), 4)] == order
+    assert all(len({job for job, _ in log[i : i + 4]}) == 1 for i in range(0, len(log), 4))
+
+
 # --- observations -----------------------------------------------------------------------------------------------------
 
 
 def _seen(pipeline_rank: int, loss: float | None, offset_s: float = 0.0) -> dict:
     operations = [["forward", 0, 0, offset_s + 1.0, offset_s + 1.5], ["backward", 0, 0, offset_s + 2.0, offset_s + 3.0]]
     step = {"start_s": offset_s + 0.5, "end_s": offset_s + 4.0, "loss": loss, "operations": operations}
-    return {"rank": pipeline_rank, "pipeline_rank": pipeline_rank, "steps": [step]}
+    return {"rank": pipeline_rank, "pipeline_rank": pipeline_rank, "chunks": [{"layers": [1, 2]}], "steps": [step]}
 
 
 def _write(folder: Path, *ranks: dict) -> None:
@@ -210,7 +259,8 @@ def _write(folder: Path, *ranks: dict) -> None:
 
 def test_ranks_are_joined_to_steps(tmp_path: Path) -> None:
     _write(tmp_path, _seen(1, 9.5, offset_s=0.25), _seen(0, None))
-    (step,) = observations.read_steps(tmp_path)
+    layers, (step,) = observations.read_run(tmp_path)
+    assert layers == (2, 2)
     assert (step.start_s, step.end_s, step.duration_s, step.loss) == (0.5, 4.25, 3.75, 9.5)
     assert step.busy_s == (1.5, 1.5)
     assert step.operations[1][0] == Operation("forward", 0, 1.25, 1.75)
@@ -221,23 +271,30 @@ def test_ranks_that_do_not_fit_together_are_refused(tmp_path: Path) -> None:
     short["steps"] = []
     _write(tmp_path, short, _seen(1, 9.5))
     with pytest.raises(ValueError, match=r"\[0, 1\] steps"):
-        observations.read_steps(tmp_path)
+        observations.read_run(tmp_path)
     _write(tmp_path, _seen(0, None), _seen(1, None))
     with pytest.raises(ValueError, match="loss"):
-        observations.read_steps(tmp_path)
+        observations.read_run(tmp_path)
 
 
 # --- report -----------------------------------------------------------------------------------------------------------
 
 
 def _step(duration_s: float, loss: float = 10.0) -> Step:
-    rank = (Operation("forward", 0, 0.0, 0.2 * duration_s), Operation("backward", 0, 0.4 * duration_s, 0.8 * duration_s))
+    rank = (
+        Operation("forward", 0, 0.0, 0.2 * duration_s),
+        Operation("backward", 0, 0.4 * duration_s, 0.8 * duration_s),
+    )
     return Step(0.0, duration_s, loss, (rank, rank[1:]))
 
 
-def _round(split: str, *durations_s: float, loss: float = 10.0) -> Round:
-    layers = (8, 8) if split == UNIFORM else (13, 3)
-    return Round(split, layers, tuple(_step(one, loss) for one in durations_s), warmup=1)
+def _round(split: str, duration_s: float, loss: float = 10.0) -> Round:
+    return Round(split, (8, 8) if split == UNIFORM else (13, 3), _step(duration_s, loss))
+
+
+def _rounds(*durations_s: float) -> list[Round]:
+    order = report.order_of_rounds(len(durations_s) // 2)
+    return [_round(split, one) for split, one in zip(order, durations_s, strict=True)]
 
 
 def test_rounds_alternate_within_and_between_pairs() -> None:
@@ -246,33 +303,32 @@ def test_rounds_alternate_within_and_between_pairs() -> None:
 
 
 def test_the_summary_is_of_medians_without_warm_up() -> None:
-    rounds = [_round(UNIFORM, 99, 4, 4, 5), _round(BALANCED, 99, 2, 2, 3), _round(BALANCED, 1, 2, 3, 3)]
-    rounds.append(_round(UNIFORM, 1, 4, 4, 4))
-    summary = report.summarize(rounds, 1.9, "cpu")
+    rounds = _rounds(99, 88, 2, 4, 5, 3, 2, 4)  # turns u b, b u, u b, b u; the first pair is warm-up
+    summary = report.summarize(rounds, 1, 1.9, "cpu")
     assert (summary.uniform_split, summary.balanced_split) == ((8, 8), (13, 3))
-    assert (summary.uniform_step_s, summary.balanced_step_s) == (4, 2.5)
-    assert summary.measured_speedup == 4 / 2.5 and summary.predicted_speedup == 1.9
-    assert summary.pair_speedups == (4 / 2, 4 / 3)
-    assert summary.launch_spread == 3 / 2
+    assert (summary.uniform_step_s, summary.balanced_step_s) == (4, 2)
+    assert summary.measured_speedup == 2 and summary.predicted_speedup == 1.9
+    assert summary.pair_speedups == (4 / 2, 5 / 3, 4 / 2)
+    assert summary.turn_spread == pytest.approx(2.5 / 2)
     assert summary.uniform_busy_s == pytest.approx((0.6 * 4, 0.4 * 4))
-    assert [one["split"] for one in summary.rounds] == [UNIFORM, BALANCED, BALANCED, UNIFORM]
-    assert json.loads(json.dumps(summary.to_json()))["rounds"][0]["step_s"] == [99, 4, 4, 5]
+    assert [one["split"] for one in summary.rounds] == [BALANCED, UNIFORM, UNIFORM, BALANCED, BALANCED, UNIFORM]
+    assert json.loads(json.dumps(summary.to_json()))["rounds"][0]["step_s"] == 2
 
 
 @pytest.mark.parametrize(("loss", "agree"), [(10.0, True), (10.0 * (1 + 1e-6), True), (10.0 * (1 - 3e-6), False)])
 def test_the_loss_difference_is_relative_and_of_the_worst_pair(loss: float, agree: bool) -> None:
-    rounds = [_round(UNIFORM, 1, 1), _round(BALANCED, 1, 1), _round(BALANCED, 1, 1, loss=loss), _round(UNIFORM, 1, 1)]
-    summary = report.summarize(rounds, 1.0, "cpu")
+    rounds = [_round(UNIFORM, 1), _round(BALANCED, 1, loss), _round(BALANCED, 1), _round(UNIFORM, 1)]
+    summary = report.summarize(rounds, 1, 1.0, "cpu")
     assert summary.max_loss_difference == pytest.approx(abs(loss - 10) / 10)
     assert summary.losses_agree is agree
 
 
-def test_the_typical_step_is_a_measured_one_near_the_median() -> None:
-    assert report.typical_step([_round(UNIFORM, 3.1, 1, 3, 9)]).duration_s == 3
+def test_the_typical_step_is_one_near_the_median() -> None:
+    assert report.typical_step([_round(UNIFORM, one) for one in (3.1, 1, 3, 9, 2)]).duration_s == 3
 
 
 def _summary() -> report.Summary:
-    return report.summarize([_round(UNIFORM, 4, 4), _round(BALANCED, 3, 3)], 1.3, "cpu")
+    return report.summarize(_rounds(4, 3), 0, 1.3, "cpu")
 
 
 def test_the_table_names_splits_and_speedups() -> None:

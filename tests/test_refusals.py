@@ -42,7 +42,10 @@ def prepared(monkeypatch, arguments: list[str], **changes):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--num-layers 2 --pipeline-model-parallel-size 8", "2 layers, embedding and head are 4 elements; 8 stages.*4 empty"),
+        (
+            "--num-layers 2 --pipeline-model-parallel-size 8",
+            "2 layers, embedding and head are 4 elements; 8 stages.*4 empty",
+        ),
         ("--pipeline-model-parallel-layout Etttt|ttttL", r"leave out --pipeline-model-parallel-layout Etttt\|ttttL"),
         ("--decoder-first-pipeline-num-layers 3", "leave out --decoder-first-pipeline-num-layers 3"),
         ("--decoder-last-pipeline-num-layers 3", "leave out --decoder-last-pipeline-num-layers 3"),
@@ -57,14 +60,26 @@ def prepared(monkeypatch, arguments: list[str], **changes):
         ("--balanced-pipeline-device H300", "device H300: choose one of A100, .*generic"),
         (
             "--num-virtual-stages-per-pipeline-rank 2 --heterogeneous-layers-config-path blocks.json",
-            "heterogeneous layers in virtual stages",
+            "layers that each have a configuration of their own.*heterogeneous_layers_config_path",
         ),
+        ("--multi-latent-attention", "multi-latent attention"),
+        ("--num-virtual-stages-per-pipeline-rank 0", "--num-virtual-stages-per-pipeline-rank 0: give 1 or more"),
+        ("--num-layers-per-virtual-pipeline-stage=-2", "--num-layers-per-virtual-pipeline-stage -2: give 1 or more"),
+        ("--pipeline-model-parallel-size 0", "--pipeline-model-parallel-size 0: give 1 or more"),
         ("--num-virtual-stages-per-pipeline-rank 2 --num-layers-per-virtual-pipeline-stage 2", "leave one out"),
     ],
 )
 def test_refused_before_validation(monkeypatch, flags, message):
     with pytest.raises(BalanceError, match=message):
         prepared(monkeypatch, [*PP2, *flags.split()])
+
+
+def test_hybrid_models_are_told_the_way_round(monkeypatch):
+    with pytest.raises(BalanceError, match=r"mark the stages with \| in --hybrid-layer-pattern"):
+        prepared(
+            monkeypatch,
+            [*TINY, "--pipeline-model-parallel-size", "2", "--balanced-pipeline", "--hybrid-layer-pattern", "M*M*"],
+        )
 
 
 def test_legacy_models_are_refused(monkeypatch):
@@ -81,6 +96,9 @@ def test_one_stage_trains_as_stock(monkeypatch, capsys):
     args = prepared(monkeypatch, [*MODEL, "--balanced-pipeline"])
     assert args.pipeline_model_parallel_layout is None
     assert "nothing to do" in capsys.readouterr().out
+    with pytest.raises(SystemExit) as ended:
+        prepared(monkeypatch, [*MODEL, "--balanced-pipeline", "--balanced-pipeline-dry-run", "8"])
+    assert ended.value.code == 0
 
 
 @pytest.mark.parametrize(
@@ -103,7 +121,7 @@ def test_rank_0_says_it_once_and_exits_with_2(tmp_path):
     run = launch(tmp_path, [*PP2, "--account-for-loss-in-pipeline-split"], 2)
     assert run.status != 0 and not run.ranks
     assert run.output.count("megatron-balance: error:") == 1
-    assert "Traceback" not in run.output.split("megatron-balance: error:")[0]
+    assert "Traceback" not in run.output.split("torch/distributed/elastic")[0]
     root_cause = run.output.split("Root Cause")[1]
     assert "rank      : 0" in root_cause and "exitcode  : 2" in root_cause
 
@@ -134,15 +152,29 @@ def test_dry_run_plans_and_exits(tmp_path):
     again = dry_run(tmp_path, [*thirty, "--balanced-pipeline-plan", str(plan_file)], 8)
     assert again.status == 0 and f"read from {plan_file}" in again.output
 
-    other = dry_run(tmp_path, [*thirty, "--balanced-pipeline-plan", str(plan_file), "--hidden-size", "64"], 8)
-    assert other.status == 2 and str(plan_file) in other.output and "hidden_size" in other.output
-
-    heavier = dry_run(tmp_path, [*thirty, "--balanced-pipeline-plan", str(plan_file), "--balanced-pipeline-head-weight", "9"], 8)
-    assert heavier.status == 2 and "head_weight is '9,9', planned for None" in heavier.output
+    for flags, message in (
+        (["--hidden-size", "64"], "hidden_size is 64, planned for 32"),
+        (["--balanced-pipeline-head-weight", "9"], "head_weight is '9,9', planned for None"),
+        (["--global-batch-size", "16"], "num_microbatches"),
+        (["--balanced-pipeline-device", "H100"], "stands on other costs, analytic"),
+    ):
+        other = dry_run(tmp_path, [*thirty, "--balanced-pipeline-plan", str(plan_file), *flags], 8)
+        assert other.status == 2 and str(plan_file) in other.output and message in other.output
 
     plan_file.write_text(plan_file.read_text()[:-20])
     broken = dry_run(tmp_path, [*thirty, "--balanced-pipeline-plan", str(plan_file)], 8)
     assert broken.status == 2 and str(plan_file) in broken.output and "Traceback" not in broken.output
+
+
+def test_dry_run_for_a_gpu_plans_the_model_that_the_gpu_trains(tmp_path):
+    """What the CPU runtime replaces (attention, gradient accumulation) must not enter a plan for another device."""
+    plan_file = tmp_path / "plan.json"
+    stock = [part for part in PP2 if part not in ("--transformer-impl", "local")]
+    run = dry_run(tmp_path, [*stock, "--balanced-pipeline-device", "H100", "--balanced-pipeline-plan", str(plan_file)])
+    assert run.status == 0, run.output
+    plan = json.loads(plan_file.read_text())
+    assert plan["costs_source"] == "analytic (H100)"
+    assert plan["fingerprinted"]["fused_kernels"] and plan["fingerprinted"]["gradient_accumulation_fusion"]
 
 
 @pytest.fixture(scope="module")
@@ -162,7 +194,9 @@ def renamed_tree(tmp_path_factory) -> Path:
 def test_renamed_target_is_named_when_its_flag_is_given(renamed_tree, tmp_path):
     run = launch(tmp_path, PP2, torchrun=False, environment={"PYTHONPATH": str(renamed_tree)})
     assert run.status == 2 and "needs megatron.training.arguments.validate_args" in run.output
-    assert f"{renamed_tree}/megatron/training/arguments.py has no function validate_args" in run.output.replace("\n", "")
+    assert f"{renamed_tree}/megatron/training/arguments.py has no function validate_args" in run.output.replace(
+        "\n", ""
+    )
 
 
 def test_doctor_lists_the_hooks(renamed_tree):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,7 +13,6 @@ from hypothesis import strategies as st
 
 from megatron_balance import kernels
 from megatron_balance.errors import BalanceError
-from megatron_balance.kernels import run_program
 from megatron_balance.schedule.order import Order, schedule_order
 from megatron_balance.schedule.simulate import Simulator
 from megatron_balance.topology import Topology
@@ -48,9 +46,7 @@ REFUSED = [
 
 
 def describe(topology: Topology) -> str:
-    return (
-        f"PP{topology.pipeline_size}-V{topology.virtual_size}-M{topology.num_microbatches}-g{topology.group_size}"
-    )
+    return f"PP{topology.pipeline_size}-V{topology.virtual_size}-M{topology.num_microbatches}-g{topology.group_size}"
 
 
 def sequence(order: Order, rank: int) -> list[tuple[str, int, int]]:
@@ -206,7 +202,7 @@ def plain_simulation(topology: Topology, forward_s: np.ndarray, backward_s: np.n
         for rank, queue in enumerate(queues):
             while queue:
                 kind, chunk, microbatch = queue[0]
-                stage = topology.stage(rank, chunk)
+                stage = chunk * topology.pipeline_size + rank
                 source = stage - 1 if kind == "F" else stage + 1
                 if source in (-1, stages):
                     arrival = 0.0
@@ -286,19 +282,6 @@ def test_costs_of_another_shape_are_refused() -> None:
 def test_transfer_times_are_checked(p2p_s: float) -> None:
     with pytest.raises(BalanceError, match="transfer"):
         Simulator(Topology(4, 8), p2p_s)
-
-
-def test_runs_tens_of_millions_of_operations_a_second() -> None:
-    """A machine at rest runs 250 to 450 million a second; a loaded one is still above the limit here."""
-    topology = Topology(16, 256, 8)
-    simulator = Simulator(topology)
-    durations, free, end = np.ones(2 * topology.num_stages), np.empty(16), np.empty(simulator.program.cost.size + 1)
-    seconds = []
-    for _ in range(20):
-        begin = time.perf_counter()
-        run_program(simulator.program, durations, 0.0, free, end)
-        seconds.append(time.perf_counter() - begin)
-    assert simulator.program.cost.size / min(seconds[1:]) > 20e6
 
 
 def test_kernels_compile_without_a_cache_folder(monkeypatch: pytest.MonkeyPatch) -> None:

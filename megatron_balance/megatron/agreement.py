@@ -8,7 +8,7 @@ from datetime import timedelta
 from typing import Any
 
 from megatron_balance.errors import BalanceError
-from megatron_balance.megatron.failures import global_rank
+from megatron_balance.reporting import global_rank
 
 _TIMEOUT = timedelta(minutes=10)
 _stores: list[Any] = []  # without a launcher's store rank 0 serves it; it must live until all have read
@@ -27,15 +27,16 @@ def decide_on_rank_0(key: str, decide: Callable[[], str]) -> str:
         return decide()
     import torch.distributed as dist
 
-    store, _, _ = next(iter(dist.rendezvous("env://", timeout=_TIMEOUT)))
-    _stores.append(store)
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # a launcher's store outlives its workers
-    store = dist.PrefixStore(f"megatron_balance/{attempt}", store)
-    if global_rank() == 0:
-        text = decide()
-        store.set(key, text)
-        return text
+    # A launcher's store outlives its workers: another attempt, or another number of them, must not read an old plan.
+    attempt = f"{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}/{os.environ['WORLD_SIZE']}"
     try:
-        return store.get(key).decode()
-    except (RuntimeError, dist.DistError) as error:
-        raise BalanceError(f"rank 0 stopped before it could tell the pipeline plan ({error})") from error
+        store, _, _ = next(iter(dist.rendezvous("env://", timeout=_TIMEOUT)))
+        _stores.append(store)
+        store = dist.PrefixStore(f"megatron_balance/{attempt}", store)
+        if global_rank() != 0:
+            return store.get(key).decode()
+    except RuntimeError as error:
+        raise BalanceError(f"rank 0 could not be asked for the pipeline plan; it may have stopped ({error})") from error
+    text = decide()
+    store.set(key, text)
+    return text

@@ -78,6 +78,11 @@ class Options:
     plan_file: str | None
     dry_run: int | None
 
+    @property
+    def plans_for_elsewhere(self) -> bool:
+        """Whether this is a dry run for a device that may not be here."""
+        return self.dry_run is not None and self.device is not None
+
     @classmethod
     def from_args(cls, args: Any) -> Options | None:
         """The options of parsed arguments; None when balancing is not asked for.

@@ -19,13 +19,13 @@ from megatron_balance.costs.devices import device_named
 from megatron_balance.errors import BalanceError
 from megatron_balance.megatron.agreement import decide_on_rank_0
 from megatron_balance.megatron.arguments import FLAG, Options
-from megatron_balance.megatron.failures import say, stop
 from megatron_balance.megatron.registry import Hook, registry
-from megatron_balance.model import ModelSpec
+from megatron_balance.model import ModelSpec, refuse_uncovered
 from megatron_balance.pipeline.chain import least_layers
 from megatron_balance.pipeline.layout import Layout
 from megatron_balance.pipeline.plan import Plan, Scalar, load_plan, make_plan, save_plan
 from megatron_balance.pipeline.show import render_plan
+from megatron_balance.reporting import say
 from megatron_balance.topology import Topology
 
 _LAYOUT = "pipeline_model_parallel_layout"
@@ -43,11 +43,13 @@ def before_validation(args: Any, options: Options) -> None:
     if _is_ours(args):
         return
     _refuse_conflicts(args)
-    if options.dry_run is not None:
-        _pretend_world_size(args, options.dry_run)
     if args.pipeline_model_parallel_size == 1:
         say(f"megatron-balance: {FLAG} has nothing to do: --pipeline-model-parallel-size is 1; training as stock")
+        if options.dry_run is not None:
+            sys.exit(0)
         return
+    if options.dry_run is not None:
+        _pretend_world_size(args, options.dry_run)
     virtual_size = _virtual_size(args)
     args.num_layers_per_virtual_pipeline_stage = None
     args.num_virtual_stages_per_pipeline_rank = None
@@ -55,12 +57,12 @@ def before_validation(args: Any, options: Options) -> None:
     _write_layout(args, _provisional(args, virtual_size))
 
 
+_MARK = "balanced_pipeline_layout"  # beside Megatron's own argument: what we wrote there
+
+
 def _is_ours(args: Any) -> bool:
     """Whether ``args`` were prepared before: tools validate the same arguments twice."""
     return getattr(args, _LAYOUT, None) is not None and getattr(args, _LAYOUT) == getattr(args, _MARK, None)
-
-
-_MARK = "balanced_pipeline_layout"
 
 
 def _write_layout(args: Any, layout: str) -> None:
@@ -69,6 +71,7 @@ def _write_layout(args: Any, layout: str) -> None:
 
 
 def _refuse_conflicts(args: Any) -> None:
+    refuse_uncovered(vars(args))
     layout = getattr(args, _LAYOUT, None)
     if layout is not None:
         raise BalanceError(f"{FLAG} plans the layout itself: leave out --pipeline-model-parallel-layout {layout}")
@@ -80,16 +83,11 @@ def _refuse_conflicts(args: Any) -> None:
     ):
         if value is not None:
             raise BalanceError(
-                f"{FLAG} decides how many layers each stage gets: leave out --{name}" + (f" {value}" if value is not True else "")
+                f"{FLAG} decides how many layers each stage gets: leave out --{name}"
+                + (f" {value}" if value is not True else "")
             )
     if getattr(args, "use_legacy_models", False):
         raise BalanceError(f"{FLAG} cannot split legacy models: leave out --use-legacy-models or {FLAG}")
-    virtual = args.num_layers_per_virtual_pipeline_stage or args.num_virtual_stages_per_pipeline_rank
-    if virtual and getattr(args, "heterogeneous_layers_config_path", None):
-        raise BalanceError(
-            "Megatron cannot build heterogeneous layers in virtual stages: leave out"
-            " --num-layers-per-virtual-pipeline-stage and --num-virtual-stages-per-pipeline-rank"
-        )
     if args.num_layers_per_virtual_pipeline_stage and args.num_virtual_stages_per_pipeline_rank:
         raise BalanceError(
             "--num-layers-per-virtual-pipeline-stage and --num-virtual-stages-per-pipeline-rank both give the number of"
@@ -97,6 +95,13 @@ def _refuse_conflicts(args: Any) -> None:
         )
     if args.num_layers is None:
         raise BalanceError(f"{FLAG} needs --num-layers")
+    for name in (
+        "pipeline_model_parallel_size",
+        "num_layers_per_virtual_pipeline_stage",
+        "num_virtual_stages_per_pipeline_rank",
+    ):
+        if (size := getattr(args, name)) is not None and size < 1:
+            raise BalanceError(f"--{name.replace('_', '-')} {size}: give 1 or more")
 
 
 def _pretend_world_size(args: Any, world_size: int) -> None:
@@ -117,8 +122,6 @@ def _virtual_size(args: Any) -> int:
     per_stage = args.num_layers_per_virtual_pipeline_stage
     if per_stage is None:
         return 1
-    if per_stage < 1:
-        raise BalanceError(f"--num-layers-per-virtual-pipeline-stage {per_stage}: give at least 1 layer")
     size = max(1, round(args.num_layers / (args.pipeline_model_parallel_size * per_stage)))
     say(
         f"megatron-balance: --num-layers-per-virtual-pipeline-stage {per_stage} makes {size} virtual stage(s) a rank:"
@@ -150,7 +153,7 @@ def after_globals(args: Any, options: Options) -> None:
     model, topology = ModelSpec.from_arguments(vars(args)), _topology(args)
     holds_for = {**model.fingerprint, **_given_weights(options)}
     plan = Plan.from_json(decide_on_rank_0("plan", lambda: _decide(options, model, topology, holds_for).to_json()))
-    plan.check_fits(holds_for, topology, "rank 0's plan")
+    plan.check_fits(holds_for, topology, "rank 0's plan", "start all ranks with the same command line")
     _write_layout(args, plan.layout)
     _update_wandb(args)
     registry.undo(PRINT_ARGS)
@@ -173,6 +176,7 @@ def _decide(options: Options, model: ModelSpec, topology: Topology, holds_for: M
     if path is not None and Path(path).exists():
         plan = load_plan(path)
         plan.check_fits(holds_for, topology, f"the plan file {path}")
+        _check_device(options, plan, path)
         say(f"megatron-balance: plan read from {path}")
         return plan
     costs = analytic_costs(model, topology, options.device or device_named(_device_name()))
@@ -184,12 +188,33 @@ def _decide(options: Options, model: ModelSpec, topology: Topology, holds_for: M
     return plan
 
 
-def _topology(args: Any) -> Topology:
+def _check_device(options: Options, plan: Plan, path: str) -> None:
+    """A plan made elsewhere for the job's device is welcome; one for another device than the flag names is not."""
+    if options.device is not None and f"({options.device.name})" not in plan.costs_source:
+        raise BalanceError(
+            f"the plan file {path} stands on other costs, {plan.costs_source}, than {FLAG}-device {options.device.name}"
+            " asks for; delete it to plan afresh, or leave the device out"
+        )
+
+
+def _num_microbatches(args: Any) -> int:
+    """Micro-batches of a step, of the full batch where it is ramped up."""
     from megatron.core.num_microbatches_calculator import get_num_microbatches
 
+    now = get_num_microbatches()
+    if getattr(args, "step_batch_size_schedule", None):
+        say(f"megatron-balance: planning for the first batch of --step-batch-size-schedule, {now} micro-batches")
+        return now
+    if getattr(args, "rampup_batch_size", None):
+        now = args.global_batch_size // (args.micro_batch_size * args.data_parallel_size)
+        say(f"megatron-balance: planning for the full batch after --rampup-batch-size, {now} micro-batches")
+    return now
+
+
+def _topology(args: Any) -> Topology:
     return Topology(
         pipeline_size=args.pipeline_model_parallel_size,
-        num_microbatches=get_num_microbatches(),
+        num_microbatches=_num_microbatches(args),
         virtual_size=args.virtual_pipeline_model_parallel_size or 1,
         micro_batch_size=args.micro_batch_size,
         tensor_size=args.tensor_model_parallel_size,
@@ -232,4 +257,6 @@ def print_deferred_arguments() -> None:
         _deferred.pop(0)()
 
 
-PRINT_ARGS = Hook("megatron.training.arguments", "_print_args", FLAG, "prints the arguments with the final layout", _defer)
+PRINT_ARGS = Hook(
+    "megatron.training.arguments", "_print_args", FLAG, "prints the arguments with the final layout", _defer
+)

@@ -79,7 +79,9 @@ def _software(megatron: ModuleType) -> Table:
     helpers = importlib.util.find_spec("megatron.core.datasets.helpers_cpp")
     table.add_row("dataset helpers", "compiled" if helpers else "not compiled yet")
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    table.add_row("GPUs", f"{gpus} x {torch.cuda.get_device_name(0)}" if gpus else "none: training uses the CPU runtime")
+    table.add_row(
+        "GPUs", f"{gpus} x {torch.cuda.get_device_name(0)}" if gpus else "none: training uses the CPU runtime"
+    )
     return table
 
 

@@ -1,6 +1,6 @@
 """The four entry points of Megatron that we always wrap, and `enable`, which wraps them.
 
-Without a flag of ours each passes straight through to stock code. They are the same functions in every version since 0.13,
+Without a flag of ours each passes straight through to stock code. They are the same functions in every version,
 whichever of them calls the others.
 """
 
@@ -14,8 +14,8 @@ from typing import Any
 from megatron_balance import cpu
 from megatron_balance.errors import BalanceError
 from megatron_balance.megatron.arguments import FLAG, Options, add_arguments, given_in
-from megatron_balance.megatron.failures import stops_on_error
 from megatron_balance.megatron.registry import Hook, registry
+from megatron_balance.reporting import stops_on_error
 
 Function = Callable[..., Any]
 
@@ -29,9 +29,7 @@ def _with_our_arguments(add_megatron_arguments: Function) -> Function:
 
 def _plans_before(validate_args: Function) -> Function:
     def validate(args: Any, *rest: Any, **kwargs: Any) -> Any:
-        if cpu.is_installed():
-            cpu.adapt_arguments(args)
-        _balance("before_validation", args)
+        _before_validation(args)
         return validate_args(args, *rest, **kwargs)
 
     return validate
@@ -40,7 +38,7 @@ def _plans_before(validate_args: Function) -> Function:
 def _plans_after(set_global_variables: Function) -> Function:
     def set_variables(args: Any, *rest: Any, **kwargs: Any) -> Any:
         result = set_global_variables(args, *rest, **kwargs)
-        _balance("after_globals", args)
+        _after_globals(args)
         return result
 
     return set_variables
@@ -53,13 +51,26 @@ def _passes_through(pretrain: Function) -> Function:
     return run
 
 
+# `balanced_pipeline` is imported only where it is asked for: a run without our flags does not load the planner.
+
+
 @stops_on_error
-def _balance(phase: str, args: Any) -> None:
-    """Run one phase of `balanced_pipeline`, which is imported only where it is asked for."""
-    if (options := Options.from_args(args)) is not None:
+def _before_validation(args: Any) -> None:
+    options = Options.from_args(args)
+    if cpu.is_installed() and not (options and options.plans_for_elsewhere):
+        cpu.adapt_arguments(args)
+    if options:
         from megatron_balance.megatron import balanced_pipeline
 
-        getattr(balanced_pipeline, phase)(args, options)
+        balanced_pipeline.before_validation(args, options)
+
+
+@stops_on_error
+def _after_globals(args: Any) -> None:
+    if options := Options.from_args(args):
+        from megatron_balance.megatron import balanced_pipeline
+
+        balanced_pipeline.after_globals(args, options)
 
 
 HOOKS = (

@@ -32,9 +32,7 @@ _RENAMED = {
 def has_mtp(args: Any, vp_stage: int | None) -> bool:
     """Whether this stage predicts further tokens, so that it reads tokens although it is neither first nor last."""
     layout = core_transformer_config_from_args(args).pipeline_model_parallel_layout
-    return mtp_on_this_rank(
-        layout=layout, mtp_num_layers=args.mtp_num_layers, ignore_virtual=False, vp_stage=vp_stage
-    )
+    return mtp_on_this_rank(layout=layout, mtp_num_layers=args.mtp_num_layers, ignore_virtual=False, vp_stage=vp_stage)
 
 
 def carries_lengths(args: Any) -> bool:
@@ -69,6 +67,7 @@ def _dataset_kind(args: Any) -> tuple[type, type]:
 def _is_built_here(args: Any, vp_stage: int | None) -> bool:
     if mpu.get_tensor_model_parallel_rank() != 0:
         return False
+    # Stock builds none on middle stages with --dataloader-inter-document-masking, but reads one there.
     return carries_lengths(args) or is_first_or_last_pipeline_stage(vp_stage) or has_mtp(args, vp_stage)
 
 

@@ -28,10 +28,19 @@ _SPIKE = 10  # a loss this many times the largest seen counts as spiky, as in Me
 _straggler_timer = StragglerDetector()
 
 
+# Keywords that not every version has; all others must be there.
+_VERSIONED = frozenset({"is_sft", "has_cu_seqlens", "use_per_sequence_balancing", "tokens_per_sample"})
+
+
+@lru_cache
+def _left_out(function: Any) -> frozenset[str]:
+    return _VERSIONED - set(inspect.signature(function).parameters)
+
+
 def _call(function: Any, *args: Any, **kwargs: Any) -> Any:
-    """Call ``function`` with those of ``kwargs`` that this Megatron's version of it takes."""
-    accepted = inspect.signature(function).parameters
-    return function(*args, **{name: value for name, value in kwargs.items() if name in accepted})
+    """Call ``function`` without those of `_VERSIONED` that this Megatron's version of it does not take."""
+    left_out = _left_out(function)
+    return function(*args, **{name: value for name, value in kwargs.items() if name not in left_out})
 
 
 def get_batch(data_iterator: Iterator[dict[str, Any]] | None, vp_stage: int | None) -> dict[str, Any]:

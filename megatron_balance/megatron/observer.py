@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_balance.files import write_atomically
-from megatron_balance.megatron.failures import global_rank
 from megatron_balance.megatron.registry import Hook, registry
+from megatron_balance.reporting import global_rank
 
 _SCHEDULES = "megatron.core.pipeline_parallel.schedules"
 _FLAG = "observing"

@@ -1,19 +1,25 @@
 """Pretrain a GPT with an installed megatron-core alone: `pretrain_gpt.py` for those who have no Megatron-LM checkout.
 
-Takes every flag of Megatron-LM's script of the same version (0.18 and newer); run by `python -m megatron_balance.run`.
+Takes the flags of Megatron-LM's script of the same version (0.18 and newer), without ModelOpt, which no wheel carries; run by
+`python -m megatron_balance.run`.
 """
 
 from __future__ import annotations
 
+import time
+from inspect import signature
 from typing import Any
 
+import torch
 from megatron.core.enums import ModelType
 from megatron.core.transformer.multi_token_prediction import get_mtp_ranks
-from megatron.training import argument_utils, get_args, inprocess_restart, pretrain
+from megatron.training import argument_utils, get_args, inprocess_restart, pretrain, set_startup_timestamps
 from megatron.training.arguments import core_transformer_config_from_args, parse_and_validate_args
 
 from megatron_balance.megatron.gpt_data import datasets
 from megatron_balance.megatron.gpt_step import forward_step
+
+_PROGRAM_START_S = time.time()
 
 
 def embedding_ranks(pp_ranks: list[int]) -> list[int]:
@@ -38,7 +44,9 @@ def build_model(
     from megatron.core.models.gpt import GPTModel
 
     args = get_args()
-    config = config or core_transformer_config_from_args(args)
+    if args.record_memory_history:
+        torch.cuda.memory._record_memory_history(max_entries=100_000)
+    config = config or _config(args)
     layer_spec = _layer_spec(args, config, vp_stage)
     return GPTModel(
         config=config,
@@ -60,6 +68,14 @@ def build_model(
     )
 
 
+def _config(args: Any) -> Any:
+    if args.yaml_cfg is not None:
+        from megatron.training.yaml_arguments import core_transformer_config_from_yaml
+
+        return core_transformer_config_from_yaml(args, "language_model")
+    return core_transformer_config_from_args(args)
+
+
 def _layer_spec(args: Any, config: Any, vp_stage: int | None) -> Any:
     from megatron.core.models.gpt import experimental_attention_variant_module_specs as variants
     from megatron.core.models.gpt import gpt_layer_specs
@@ -70,9 +86,20 @@ def _layer_spec(args: Any, config: Any, vp_stage: int | None) -> Any:
         return import_module(args.spec)
     if args.experimental_attention_variant is not None:
         return variants.get_transformer_block_with_experimental_attention_variant_spec(config=config, vp_stage=vp_stage)
+    if args.num_experts:
+        return gpt_layer_specs.get_gpt_decoder_block_spec(vp_stage=vp_stage, **_spec_options(args, config))
     if args.heterogeneous_layers_config_path is not None:
         return get_gpt_heterogeneous_layer_spec(config, args.transformer_impl == "transformer_engine")
-    return gpt_layer_specs.get_gpt_decoder_block_spec(vp_stage=vp_stage, **_spec_options(args, config))
+    kinds = {
+        "transformer_engine": gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec,
+        "inference_optimized": gpt_layer_specs.get_gpt_layer_with_inference_spec,
+        "local": gpt_layer_specs.get_gpt_layer_local_spec,
+    }
+    make_spec = kinds[args.transformer_impl]
+    # Some take what the function that makes their submodules does. Its options bear the names of config fields.
+    named_by = getattr(gpt_layer_specs, make_spec.__name__.removesuffix("spec") + "submodules", make_spec)
+    names = set(signature(named_by).parameters) - {"fp8"}  # takes no effect, but a warning
+    return make_spec(**{name: getattr(config, name) for name in names if hasattr(config, name)})
 
 
 def _mtp_spec(args: Any, config: Any, vp_stage: int | None) -> Any:
@@ -99,6 +126,7 @@ def _spec_options(args: Any, config: Any) -> dict[str, Any]:
 
 def main() -> None:
     """Parse the command line and train."""
+    set_startup_timestamps(program_start=_PROGRAM_START_S, main_entry=time.time())
     run, store = inprocess_restart.maybe_wrap_for_inprocess_restart(pretrain)
     args = parse_and_validate_args(args_defaults={"tokenizer_type": "GPT2BPETokenizer"})
     options: dict[str, Any] = {"store": store, "get_embedding_ranks": embedding_ranks}

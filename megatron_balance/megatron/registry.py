@@ -39,8 +39,8 @@ class Hook:
     def path(self) -> str:
         return f"{self.module}.{self.attribute}"
 
-    def find(self) -> tuple[ModuleType, Callable[..., Any]]:
-        """The module and the function as they are now.
+    def find(self) -> Callable[..., Any]:
+        """The function as it is now.
 
         Raises:
             BalanceError: this Megatron has no such module or function; the message names the path.
@@ -51,7 +51,7 @@ class Hook:
             raise BalanceError(self._missing(f"importing {self.module} fails: {error}")) from error
         if not callable(function := getattr(module, self.attribute, None)):
             raise BalanceError(self._missing(f"{module.__file__} has no function {self.attribute}"))
-        return module, function
+        return function
 
     def _missing(self, reason: str) -> str:
         return (
@@ -61,13 +61,10 @@ class Hook:
 
 
 class Registry:
-    """The hooks applied in this process."""
+    """The hooks applied in this process. Several may wrap the same function; the last one applied is outermost."""
 
     def __init__(self) -> None:
-        self._places: dict[str, list[tuple[ModuleType, str, Any]]] = {}
-
-    def __contains__(self, hook: Hook) -> bool:
-        return hook.path in self._places
+        self._applied: dict[Hook, tuple[Any, Any]] = {}
 
     def apply(self, hook: Hook) -> None:
         """Replace the hook's function wherever loaded Megatron modules hold it. A second call does nothing.
@@ -75,32 +72,27 @@ class Registry:
         Raises:
             BalanceError: the function is not there.
         """
-        if hook in self:
+        if hook in self._applied:
             return
-        _, original = hook.find()
+        original = hook.find()
         replacement = functools.wraps(original)(hook.wrap(original))
-        places = [
-            (module, name, original)
-            for module in _megatron_modules()
-            for name, value in list(vars(module).items())
-            if value is original
-        ]
-        for module, name, _ in places:
-            setattr(module, name, replacement)
-        self._places[hook.path] = places
+        self._applied[hook] = original, replacement
+        _swap(original, replacement)
 
     def undo(self, hook: Hook) -> None:
-        """Put the original back everywhere `apply` replaced it; nothing if it did not."""
-        for module, name, original in self._places.pop(hook.path, ()):
-            setattr(module, name, original)
+        """Put back what `apply` replaced; nothing if it did not. Hooks of one function are undone last first."""
+        if hook in self._applied:
+            original, replacement = self._applied.pop(hook)
+            _swap(replacement, original)
 
 
-def _megatron_modules() -> list[ModuleType]:
-    return [
-        module
-        for name, module in list(sys.modules.items())
-        if isinstance(module, ModuleType) and (name == "megatron" or name.startswith("megatron."))
-    ]
+def _swap(old: Any, new: Any) -> None:
+    """Put ``new`` for ``old`` in every loaded module of Megatron, under whatever name it was imported."""
+    for module_name, module in list(sys.modules.items()):
+        if isinstance(module, ModuleType) and (module_name == "megatron" or module_name.startswith("megatron.")):
+            for name, value in list(vars(module).items()):
+                if value is old:
+                    setattr(module, name, new)
 
 
 registry = Registry()

@@ -115,13 +115,16 @@ class Plan:
         """Share of the ranks' time in which they wait."""
         return 1.0 - sum(self.busy_share) / self.topology.pipeline_size
 
-    def check_fits(self, fingerprinted: Mapping[str, Scalar], topology: Topology, name: str = "the plan") -> None:
+    def check_fits(
+        self, fingerprinted: Mapping[str, Scalar], topology: Topology, name: str = "the plan", remedy: str = _REMEDY
+    ) -> None:
         """Refuse a plan of another job.
 
         Args:
             fingerprinted: names and values of this job's model, data and hardware.
             topology: this job's sizes.
             name: what to call the plan in the error, such as the name of its file.
+            remedy: what to do about it.
 
         Raises:
             BalanceError: names what differs.
@@ -133,7 +136,7 @@ class Plan:
             if wanted.get(key) != planned.get(key)
         ]
         if differences:
-            raise BalanceError(f"{name} is of another model or topology: {'; '.join(differences)}; {_REMEDY}")
+            raise BalanceError(f"{name} is of another model or topology: {'; '.join(differences)}; {remedy}")
 
     def to_json(self) -> str:
         """The text of a plan file: the plan's fields, its layout and its fingerprint."""

@@ -1,7 +1,6 @@
 """Choosing the split: the one whose simulated step is shortest, and among near-equal ones the most robust.
 
-Deterministic: no clock, no shared random state, ties broken by the numbers. Every rank of a job comes to the same
-answer by itself.
+Deterministic: no clock, no shared random state, ties broken by the numbers.
 """
 
 from __future__ import annotations

@@ -50,10 +50,7 @@ ensure_venv() {
     local folder=$1 python
     shift
     if "$folder/bin/python" -m pip --version >/dev/null 2>&1; then
-        "$folder/bin/python" -c '
-import sys
-minimum, below = (tuple(map(int, version.split("."))) for version in sys.argv[1:])
-sys.exit(not minimum <= sys.version_info[:2] < below)' "$1" "${2:-99}" && return
+        python_fits "$folder/bin/python" "$@" && return
         say "$folder holds $("$folder/bin/python" -V), but Python $1 or newer${2:+, older than $2,} is needed: remove that folder."
         return 1
     fi

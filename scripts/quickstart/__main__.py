@@ -21,7 +21,7 @@ from megatron_balance.files import write_atomically
 from megatron_balance.pipeline.plan import load_plan
 from quickstart.corpus import Corpus, build_corpus, read_documents, standard_library
 from quickstart.launch import Job, LaunchFailed, Size
-from quickstart.observations import read_steps
+from quickstart.observations import read_run
 from quickstart.picture import draw
 from quickstart.report import (
     BALANCED,
@@ -42,19 +42,18 @@ CORPUS_BYTES = 12_000_000  # enough for a tokenizer to learn 64k entries
 # Layers, head and embedding such that the split pays on any CPU: the head is as much as 10 to 20 of these layers, more
 # on a machine that is quick to start small operations, and all layers in one stage are a good answer in that range.
 CPU = Size(
-    layers=12,
+    layers=16,
     hidden=256,
     heads=4,
     vocabulary=65536,
     sequence=128,
-    micro_batch=1,
-    microbatches=16,
-    steps=5,
+    micro_batch=2,
+    microbatches=8,
     warmup=1,
-    pairs=3,
+    pairs=10,
 )
 # GPUs need wider layers and more tokens before arithmetic, not launching kernels, takes the time.
-GPU = replace(CPU, hidden=1024, heads=16, sequence=1024, micro_batch=4, steps=30, warmup=5)
+GPU = replace(CPU, hidden=1024, heads=16, sequence=1024, micro_batch=4, microbatches=16, warmup=5, pairs=50)
 
 console = Console()
 
@@ -94,7 +93,9 @@ def _alone_in(out: Path) -> Iterator[None]:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise SystemExit(f"another quickstart is using {out}: wait for it, or give another folder with --out") from None
+            raise SystemExit(
+                f"another quickstart is using {out}: wait for it, or give another folder with --out"
+            ) from None
         yield
 
 
@@ -103,16 +104,17 @@ def _compare(out: Path, quick: bool) -> int:
     device = _device()
     size = GPU if device == "cuda" else CPU
     if quick:
-        size = replace(size, microbatches=size.microbatches // 2, steps=size.warmup + 3, pairs=2)
+        size = replace(size, microbatches=size.microbatches // 2, pairs=size.pairs // 2 + 1)
     _clear(out)
     corpus = _corpus(size, out)
     job = Job(size, device, corpus.prefix, out)
     with _stage("starting checkpoint, from one unsplit run") as progress:
         job.start("start", progress)
-    rounds = [_round(job, number, split) for number, split in enumerate(order_of_rounds(size.pairs), 1)]
-    summary = summarize(rounds, _predicted_speedup(job.plan), device)
+    rounds = _rounds(job)
+    summary = summarize(rounds, size.warmup, _predicted_speedup(job.plan), device)
     write_atomically(out / "summary.json", json.dumps(summary.to_json(), indent=2) + "\n")
-    uniform, balanced = ([one for one in rounds if one.split == split] for split in (UNIFORM, BALANCED))
+    counted = rounds[2 * size.warmup :]
+    uniform, balanced = ([one for one in counted if one.split == split] for split in (UNIFORM, BALANCED))
     draw(summary, typical_step(uniform), typical_step(balanced), out / "timelines.png")
     console.print("", table(summary), "")
     for name in ("timelines.png", "summary.json", "plan.json", "logs"):
@@ -151,24 +153,20 @@ def _corpus(size: Size, out: Path) -> Corpus:
         documents = read_documents(standard_library(), CORPUS_BYTES)
         corpus, built = build_corpus(documents, size.vocabulary, out, progress)
     console.print(
-        f"     {corpus.documents} files, {corpus.text_bytes / 1e6:.1f} MB, {corpus.tokens / 1e6:.2f} million tokens,"
-        f" {corpus.learned} learned{'' if built else '; kept from an earlier run'}",
+        f"     {corpus.documents} files, {corpus.tokens / 1e6:.1f} million tokens, vocabulary of {corpus.learned + 1}"
+        f"{'' if built else ' (kept from an earlier run)'}",
         highlight=False,
     )
     return corpus
 
 
-def _round(job: Job, number: int, split: str) -> Round:
-    name = f"{number}-{split}"
-    with _stage(f"round {number} of {2 * job.size.pairs}, {split}") as progress:
-        job.round(name, split, progress)
-    if split == BALANCED:
-        layers = load_plan(job.plan).layers
-    else:
-        layers = (job.size.layers // 2,) * 2
-    result = Round(split, layers, read_steps(job.observations(name)), job.size.warmup)
-    console.print(f"     layers {layers}, median step {result.step_s:.3f} s", highlight=False)
-    return result
+def _rounds(job: Job) -> list[Round]:
+    order = order_of_rounds(job.size.steps)
+    with _stage("uniform and balanced in turns, a step each") as progress:
+        job.compare(order, progress)
+    runs = {split: read_run(job.observations(split)) for split in (UNIFORM, BALANCED)}
+    steps = {split: iter(run[1]) for split, run in runs.items()}
+    return [Round(split, runs[split][0], next(steps[split])) for split in order]
 
 
 def _predicted_speedup(path: Path) -> float:
@@ -177,9 +175,9 @@ def _predicted_speedup(path: Path) -> float:
 
 
 def _verdict(summary: Summary) -> int:
-    if summary.launch_spread > NOISY:
+    if summary.turn_spread > NOISY:
         console.print(
-            f"[yellow]Launches of the same split differ by a factor of {summary.launch_spread:.2f}: something else used"
+            f"[yellow]Steps of the same split differ by a factor of {summary.turn_spread:.2f}: something else used"
             " this machine, and the measured speed-up is as uncertain. Run it again when it is quiet.[/yellow]"
         )
     if summary.losses_agree:

@@ -12,10 +12,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from quickstart.report import BALANCED
+from quickstart.report import BALANCED, UNIFORM
 
 _STEP = re.compile(rb" iteration +(\d+)/ *(\d+) \|")
 _POLL_S = 0.3
+ENVIRONMENT = {
+    "PYTHONUNBUFFERED": "1",
+    "OMP_NUM_THREADS": "1",
+}
 _STOP_S = 15.0  # torchrun needs a moment to end its workers
 _LINES_OF_FAILURE = 30
 
@@ -28,9 +32,8 @@ class Size:
         layers, hidden, heads, vocabulary, sequence: of the model.
         micro_batch: sequences in a micro-batch.
         microbatches: micro-batches of one step.
-        steps: steps of each launch.
-        warmup: of these, how many do not count in times.
-        pairs: launches of each split.
+        warmup: steps of each split that do not count in times.
+        pairs: steps of each split that do.
     """
 
     layers: int
@@ -40,9 +43,12 @@ class Size:
     sequence: int
     micro_batch: int
     microbatches: int
-    steps: int
     warmup: int
     pairs: int
+
+    @property
+    def steps(self) -> int:
+        return self.warmup + self.pairs
 
 
 class LaunchFailed(Exception):
@@ -89,17 +95,20 @@ class Job:
         size = self.size
         batch = ["--global-batch-size", size.micro_batch, "--train-iters", 1]
         saving = ["--save", self.checkpoint, "--save-interval", 1, "--no-save-optim", "--no-save-rng"]
-        self._launch(name, 1, [*self._flags(), *batch, *saving], progress)
+        run({self._log(name): self._command(name, 1, [*self._flags(), *batch, *saving])}, progress)
 
-    def round(self, name: str, split: str, progress: Callable[[str], None]) -> None:
-        """Train on two pipeline stages from the starting checkpoint."""
+    def compare(self, order: list[str], progress: Callable[[str], None]) -> None:
+        """Train on two pipeline stages from the starting checkpoint, uniform and balanced in turns.
+
+        Args:
+            order: the split that trains a step, for each turn.
+        """
         size = self.size
         batch = ["--global-batch-size", size.micro_batch * size.microbatches, "--train-iters", size.steps]
         loading = ["--load", self.checkpoint, "--finetune", "--no-load-optim", "--no-load-rng"]
-        pipeline = ["--pipeline-model-parallel-size", 2]
-        if split == BALANCED:
-            pipeline += ["--balanced-pipeline", "--balanced-pipeline-plan", self.plan]
-        self._launch(name, 2, [*self._flags(), *batch, *loading, *pipeline], progress)
+        flags = [*self._flags(), *batch, *loading, "--pipeline-model-parallel-size", 2]
+        ours = {UNIFORM: [], BALANCED: ["--balanced-pipeline", "--balanced-pipeline-plan", self.plan]}
+        run({self._log(split): self._command(split, 2, [*flags, *ours[split]], order) for split in ours}, progress)
 
     def _flags(self) -> list:
         size = self.size
@@ -118,43 +127,54 @@ class Job:
             *("--log-interval", 1, "--eval-iters", 0, "--eval-interval", 1000),
         ]
 
-    def _launch(self, name: str, processes: int, flags: list, progress: Callable[[str], None]) -> None:
+    def _log(self, name: str) -> Path:
+        return self.logs / f"{name}.log"
+
+    def _command(self, name: str, processes: int, flags: list, order: list[str] | None = None) -> list[str]:
         torchrun = [sys.executable, "-m", "quickstart.torchrun"]
         # A free port and this machine's own address: other jobs, or a host name that does not resolve, do no harm.
         rendezvous = ["--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", processes]
-        target = ["-m", "quickstart.observed", self.observations(name), "--", "--device", self.device]
-        run([str(word) for word in (*torchrun, *rendezvous, *target, *flags)], self.logs / f"{name}.log", progress)
+        turns = [name, ",".join(order)] if order else []
+        target = ["-m", "quickstart.observed", self.observations(name), *turns, "--", "--device", self.device]
+        return [str(word) for word in (*torchrun, *rendezvous, *target, *flags)]
 
 
-def run(command: list[str], log: Path, progress: Callable[[str], None]) -> None:
-    """Run ``command`` to its end with all output in ``log``; ``progress`` hears of the training steps.
+def run(commands: dict[Path, list[str]], progress: Callable[[str], None]) -> None:
+    """Run ``commands`` side by side to their end, each with all output in its log; ``progress`` hears of the training.
 
-    Whatever ends this function early ends the command too.
+    Whatever ends this function early ends the commands too.
 
     Raises:
-        LaunchFailed: the command's exit status is not 0.
+        LaunchFailed: the exit status of a command is not 0.
     """
-    environment = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    processes: dict[Path, subprocess.Popen] = {}
+    try:
+        for log, command in commands.items():
+            processes[log] = _start(command, log)
+        while None in (statuses := [process.poll() for process in processes.values()]) and not any(statuses):
+            time.sleep(_POLL_S)
+            progress(min(map(steps_reached, commands), key=lambda reached: reached[0])[1])
+    finally:
+        for process in processes.values():
+            stop(process)
+    for log, process in processes.items():
+        if process.returncode > 0:
+            end = end_of_log(log.read_text(errors="replace"))
+            raise LaunchFailed(f"{end}\n\nThis launch failed with status {process.returncode}. Its whole output: {log}")
+
+
+def _start(command: list[str], log: Path) -> subprocess.Popen:
     with log.open("w") as file:
-        file.write(f"$ {' '.join(f'{k}={v}' for k, v in environment.items())} {shlex.join(command)}\n\n")
+        file.write(f"$ {' '.join(f'{k}={v}' for k, v in ENVIRONMENT.items())} {shlex.join(command)}\n\n")
         file.flush()
-        process = subprocess.Popen(
+        return subprocess.Popen(
             command,
-            env=os.environ | environment,
+            env=os.environ | ENVIRONMENT,
             stdin=subprocess.DEVNULL,
             stdout=file,
             stderr=subprocess.STDOUT,
             start_new_session=True,  # Ctrl-C reaches us alone, and we end it in order
         )
-        try:
-            while process.poll() is None:
-                time.sleep(_POLL_S)
-                progress(step_reached(log))
-        finally:
-            stop(process)
-    if process.returncode:
-        end = end_of_log(log.read_text(errors="replace"))
-        raise LaunchFailed(f"{end}\n\nThis launch failed with status {process.returncode}. Its whole output: {log}")
 
 
 def stop(process: subprocess.Popen) -> None:
@@ -168,12 +188,15 @@ def stop(process: subprocess.Popen) -> None:
             process.wait()
 
 
-def step_reached(log: Path) -> str:
-    """How far the training in ``log`` is: "step 3 of 8", or "starting"."""
+def steps_reached(log: Path) -> tuple[int, str]:
+    """How far the training in ``log`` is: the number of its last step, and "step 3 of 8", or 0 and "starting"."""
     with log.open("rb") as file:
         file.seek(max(0, file.seek(0, os.SEEK_END) - 8192))
         steps = _STEP.findall(file.read())
-    return "step {} of {}".format(*(number.decode() for number in steps[-1])) if steps else "starting"
+    if not steps:
+        return 0, "starting"
+    done, total = (int(number) for number in steps[-1])
+    return done, f"step {done} of {total}"
 
 
 def end_of_log(text: str) -> str:

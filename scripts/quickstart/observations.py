@@ -42,8 +42,8 @@ class Step:
         return tuple(sum(one.end_s - one.start_s for one in rank) for rank in self.operations)
 
 
-def read_steps(folder: Path) -> tuple[Step, ...]:
-    """Read `rank-<r>.json` of every rank.
+def read_run(folder: Path) -> tuple[tuple[int, ...], tuple[Step, ...]]:
+    """Read `rank-<r>.json` of every rank: the layers that each stage was built with, and the steps.
 
     Raises:
         ValueError: ranks saw different numbers of steps, or none returned a loss.
@@ -53,7 +53,8 @@ def read_steps(folder: Path) -> tuple[Step, ...]:
     counts = [len(rank["steps"]) for rank in ranks]
     if len(set(counts)) != 1:
         raise ValueError(f"{folder}: the ranks saw {counts} steps")
-    return tuple(_join(step) for step in zip(*(rank["steps"] for rank in ranks), strict=True))
+    layers = tuple(sum(len(chunk["layers"]) for chunk in rank["chunks"]) for rank in ranks)
+    return layers, tuple(_join(step) for step in zip(*(rank["steps"] for rank in ranks), strict=True))
 
 
 def _join(ranks: tuple[dict, ...]) -> Step:

@@ -1,32 +1,53 @@
-"""The target of `torchrun` in a measured run: `observed.py FOLDER -- <arguments of megatron_balance.run>`.
+"""The target of `torchrun` in a measured run: `observed.py FOLDER [JOB TURN,TURN...] -- <arguments of megatron_balance.run>`.
 
-Runs `megatron_balance.run` as it is, on a core of its own, and writes what it saw to FOLDER/rank-<r>.json.
+Runs `megatron_balance.run` as it is, on a core of its own, and writes what it saw to FOLDER/rank-<r>.json. With the order of
+turns it trains a step only when the turn is its JOB's.
 """
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import os
 import signal
 import sys
 from pathlib import Path
 
+from quickstart.turns import Turns
+
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _TOPOLOGY = "/sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
 
 
 def main(argv: list[str]) -> None:
-    folder, separator, *arguments = argv
-    if separator != "--":
-        raise SystemExit("usage: observed.py FOLDER -- <arguments of megatron_balance.run>")
+    if "--" not in argv:
+        raise SystemExit("usage: observed.py FOLDER [JOB TURN,TURN...] -- <arguments of megatron_balance.run>")
+    split = argv.index("--")
+    (folder, *turns), arguments = argv[:split], argv[split + 1 :]
     die_with_parent()
     if arguments[:2] == ["--device", "cpu"]:
         pin(int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"]))
     # Late: OpenMP looks at the cores when torch is loaded.
     from megatron_balance import run
-    from megatron_balance.megatron.observer import observe
 
-    run.main(arguments, ready=lambda: observe(folder))
+    run.main(arguments, ready=lambda: _observe(Path(folder), turns))
+
+
+def _observe(folder: Path, turns: list[str]) -> None:
+    from megatron_balance.megatron.observer import observe
+    from megatron_balance.megatron.registry import Hook, registry
+
+    observe(folder)
+    if not turns:
+        return
+    job, order = turns
+    rank, processes = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    taking = Turns(folder.parent, order.split(","), job, rank, processes)
+    atexit.register(taking.end)
+    # Outside the observer's hook: waiting is no part of a step.
+    registry.apply(
+        Hook("megatron.training.training", "train_step", "taking turns", "waits for its turn", taking.around)
+    )
 
 
 def die_with_parent() -> None:

@@ -84,7 +84,9 @@ def _bar(axes: Axes, rank: int, operation: Operation, step: Step) -> None:
 
 
 def _rank_label(rank: int, layers: tuple[int, ...], step: Step) -> str:
-    parts = ["embedding"] * (rank == 0) + [_count(layers[rank])] * (layers[rank] > 0) + ["head"] * (rank == len(layers) - 1)
+    parts = (
+        ["embedding"] * (rank == 0) + [_count(layers[rank])] * (layers[rank] > 0) + ["head"] * (rank == len(layers) - 1)
+    )
     return f"stage {rank}: {' + '.join(parts)}\ncomputes {step.busy_s[rank] / step.duration_s:.0%} of the step"
 
 

@@ -3,40 +3,30 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from statistics import median
+from statistics import median, quantiles
 
 from rich.table import Table
 
 from quickstart.observations import Step
 
 UNIFORM, BALANCED = "uniform", "balanced"
-NOISY = 1.15  # launches of the same split that differ more than this say little
+NOISY = 1.25  # turns of the same split of which the middle half differs more than this say little
 TOLERANCE = 2e-6  # largest relative loss difference between equal computations in fp32 that rounding explains
 
 
 @dataclass(frozen=True)
 class Round:
-    """One launch.
+    """One turn: a step of one split.
 
     Attributes:
         split: `UNIFORM` or `BALANCED`.
-        layers: transformer layers of each stage.
-        steps: all steps.
-        warmup: how many of the first steps do not count in times.
+        layers: transformer layers that each stage was built with.
+        step: what was seen.
     """
 
     split: str
     layers: tuple[int, ...]
-    steps: tuple[Step, ...]
-    warmup: int
-
-    @property
-    def measured(self) -> tuple[Step, ...]:
-        return self.steps[self.warmup :]
-
-    @property
-    def step_s(self) -> float:
-        return median(step.duration_s for step in self.measured)
+    step: Step
 
 
 @dataclass(frozen=True)
@@ -45,12 +35,12 @@ class Summary:
 
     Attributes:
         measured_speedup: ``uniform_step_s / balanced_step_s``.
-        pair_speedups: the same for each pair of neighbouring launches.
+        pair_speedups: the same for each pair of neighbouring turns.
         predicted_speedup: by the plan's simulation.
-        launch_spread: slowest over fastest launch of the same split; 1 on a perfectly quiet machine.
+        turn_spread: third over first quartile of the step times of a split; 1 on a perfectly quiet machine.
         max_loss_difference: largest ``|balanced - uniform| / |uniform|`` of the same step of a pair.
         uniform_busy_s, balanced_busy_s: time that each stage computes in one step.
-        rounds: every launch in its order.
+        rounds: every turn in its order, those of the warm-up left out.
     """
 
     uniform_split: tuple[int, ...]
@@ -60,7 +50,7 @@ class Summary:
     measured_speedup: float
     pair_speedups: tuple[float, ...]
     predicted_speedup: float
-    launch_spread: float
+    turn_spread: float
     max_loss_difference: float
     uniform_busy_s: tuple[float, ...]
     balanced_busy_s: tuple[float, ...]
@@ -83,9 +73,14 @@ def order_of_rounds(pairs: int) -> list[str]:
     return order
 
 
-def summarize(rounds: list[Round], predicted_speedup: float, device: str) -> Summary:
-    """Compare ``rounds``, which come in pairs as `order_of_rounds` orders them."""
-    pairs = [sorted(rounds[i : i + 2], key=lambda one: one.split, reverse=True) for i in range(0, len(rounds), 2)]
+def summarize(rounds: list[Round], warmup: int, predicted_speedup: float, device: str) -> Summary:
+    """Compare ``rounds``, which come in pairs as `order_of_rounds` orders them.
+
+    Args:
+        warmup: how many of the first pairs do not count in times; their losses do.
+    """
+    every_pair = [sorted(rounds[i : i + 2], key=lambda one: one.split, reverse=True) for i in range(0, len(rounds), 2)]
+    pairs = every_pair[warmup:]
     uniform, balanced = ([pair[side] for pair in pairs] for side in (0, 1))
     uniform_s, balanced_s = _step_s(uniform), _step_s(balanced)
     return Summary(
@@ -94,50 +89,50 @@ def summarize(rounds: list[Round], predicted_speedup: float, device: str) -> Sum
         uniform_step_s=uniform_s,
         balanced_step_s=balanced_s,
         measured_speedup=uniform_s / balanced_s,
-        pair_speedups=tuple(one.step_s / other.step_s for one, other in pairs),
+        pair_speedups=tuple(one.step.duration_s / other.step.duration_s for one, other in pairs),
         predicted_speedup=predicted_speedup,
-        launch_spread=max(_spread(uniform), _spread(balanced)),
-        max_loss_difference=max(loss_difference(one.steps, other.steps) for one, other in pairs),
+        turn_spread=max(_spread(uniform), _spread(balanced)),
+        max_loss_difference=max(loss_difference(one.step, other.step) for one, other in every_pair),
         uniform_busy_s=_busy_s(uniform),
         balanced_busy_s=_busy_s(balanced),
         device=device,
-        rounds=tuple(_round_data(one) for one in rounds),
+        rounds=tuple(_round_data(one) for one in rounds[2 * warmup :]),
     )
 
 
-def loss_difference(reference: tuple[Step, ...], steps: tuple[Step, ...]) -> float:
-    """Largest relative difference between the losses of the same steps."""
-    return max(abs(b.loss - a.loss) / abs(a.loss) for a, b in zip(reference, steps, strict=True))
+def loss_difference(reference: Step, step: Step) -> float:
+    """Relative difference between the losses of the same step of two splits."""
+    return abs(step.loss - reference.loss) / abs(reference.loss)
 
 
 def typical_step(rounds: list[Round]) -> Step:
-    """The measured step whose duration is nearest to the median."""
+    """The step whose duration is nearest to the median."""
     typical_s = _step_s(rounds)
-    return min((step for one in rounds for step in one.measured), key=lambda step: abs(step.duration_s - typical_s))
+    return min((one.step for one in rounds), key=lambda step: abs(step.duration_s - typical_s))
 
 
 def _step_s(rounds: list[Round]) -> float:
-    return median(step.duration_s for one in rounds for step in one.measured)
+    return median(one.step.duration_s for one in rounds)
 
 
 def _spread(rounds: list[Round]) -> float:
-    seconds = [one.step_s for one in rounds]
-    return max(seconds) / min(seconds)
+    if len(rounds) == 1:
+        return 1.0
+    first, _, third = quantiles((one.step.duration_s for one in rounds), n=4, method="inclusive")
+    return third / first
 
 
 def _busy_s(rounds: list[Round]) -> tuple[float, ...]:
-    return tuple(median(stage) for stage in zip(*(step.busy_s for one in rounds for step in one.measured), strict=True))
+    return tuple(median(stage) for stage in zip(*(one.step.busy_s for one in rounds), strict=True))
 
 
 def _round_data(one: Round) -> dict:
     return {
         "split": one.split,
         "layers": one.layers,
-        "median_step_s": one.step_s,
-        "step_s": [step.duration_s for step in one.steps],
-        "warmup_steps": one.warmup,
-        "busy_s": [step.busy_s for step in one.steps],
-        "losses": [step.loss for step in one.steps],
+        "step_s": one.step.duration_s,
+        "busy_s": one.step.busy_s,
+        "loss": one.step.loss,
     }
 
 
@@ -158,7 +153,8 @@ def table(summary: Summary) -> Table:
     result.add_section()
     result.add_row("speed-up, simulated by the plan", "1", f"{summary.predicted_speedup:.3f}")
     result.add_row("speed-up, measured", "1", f"[bold]{summary.measured_speedup:.3f}[/bold]")
-    result.add_row("  of each pair of launches", "", ", ".join(f"{one:.2f}" for one in summary.pair_speedups))
+    pairs = summary.pair_speedups
+    result.add_row(f"  least and most of {len(pairs)} pairs of steps", "", f"{min(pairs):.2f} ... {max(pairs):.2f}")
     result.add_row("largest relative loss difference", "", f"{summary.max_loss_difference:.1e}")
     return result
 

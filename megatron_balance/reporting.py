@@ -1,4 +1,4 @@
-"""How a process of a job reports a user's mistake and ends."""
+"""What a process of a job tells its user, and how it ends on a mistake of theirs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def global_rank() -> int:
 def stop(error: BalanceError) -> NoReturn:
     """Print ``error`` on rank 0 and exit with status 2.
 
-    Other ranks wait for rank 0 to be heard (the launcher then ends them); where rank 0 had nothing to say, they speak.
+    Other ranks wait for rank 0 to be heard, after which a launcher ends them; those that live on then say theirs.
     """
     if global_rank() != 0:
         time.sleep(_HOLD_BACK_S)
