@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
+
+import psutil
 
 DRIVER = Path(__file__).with_name("observed_run.py")
 
@@ -53,6 +55,7 @@ def launch(
     torchrun: bool = True,
     environment: dict[str, str] | None = None,
     timeout_s: float = 300,
+    kill_when: str | None = None,
 ) -> Run:
     """Run `megatron_balance.run` with ``arguments`` and observe it.
 
@@ -61,6 +64,7 @@ def launch(
         processes: one rank each, on this machine.
         script: a checkout's pretrain_gpt.py; None for our own.
         torchrun: False starts a single plain process, as a dry run does.
+        kill_when: once the output holds this, all processes are killed as by kill -9.
     """
     seen = folder / "seen"
     starter = [sys.executable]
@@ -69,26 +73,38 @@ def launch(
     command = [*starter, str(DRIVER), str(seen), "--device", "cpu", *([script] if script else []), *arguments]
     variables = {**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})}
     folder.mkdir(parents=True, exist_ok=True)
-    process = subprocess.Popen(
-        command,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env=variables,
-        cwd=folder,
-        start_new_session=True,
-    )
+    log = folder / "output.log"
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            command, stdout=output, stderr=subprocess.STDOUT, env=variables, cwd=folder, start_new_session=True
+        )
     try:
-        output, _ = process.communicate(timeout=timeout_s)
-    except BaseException:
-        os.killpg(process.pid, signal.SIGKILL)
-        output, _ = process.communicate()
-        print(output[-5000:])
-        raise
+        _wait(process, log, timeout_s, kill_when)
+    finally:
+        _kill(process)
+    output = log.read_text(errors="replace")
     ranks = {
         seen_by["rank"]: seen_by for path in seen.glob("rank-*.json") for seen_by in [json.loads(path.read_text())]
     }
     return Run(process.returncode, output, ranks)
+
+
+def _wait(process: subprocess.Popen, log: Path, timeout_s: float, kill_when: str | None) -> None:
+    if kill_when is None:
+        process.wait(timeout_s)
+        return
+    deadline = time.monotonic() + timeout_s
+    while process.poll() is None and kill_when not in log.read_text(errors="replace"):
+        assert time.monotonic() < deadline, log.read_text(errors="replace")[-3000:]
+        time.sleep(0.1)
+
+
+def _kill(process: subprocess.Popen) -> None:
+    """End the launch and whatever it left; workers of torchrun are in sessions of their own."""
+    if process.poll() is None:
+        for child in [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]:
+            child.kill()
+        process.wait()
 
 
 def trained(run: Run) -> Run:

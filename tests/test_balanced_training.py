@@ -78,6 +78,28 @@ def test_built_stages_equal_the_plan(from_checkpoint, tmp_path, virtual):
             assert chunk["parameters"] == expected
 
 
+def test_a_killed_run_leaves_nothing_half_written_and_the_next_one_reuses_its_plan(
+    checkpoint, from_checkpoint, tmp_path
+):
+    plan_file = tmp_path / "plans" / "plan.json"
+    plan_file.parent.mkdir()
+    load = ["--load", str(checkpoint(UNTIED)), "--finetune", "--no-load-optim", "--no-load-rng"]
+    split = ["--pipeline-model-parallel-size", "2", *BALANCED.split(), "--balanced-pipeline-plan", str(plan_file)]
+    arguments = [*TINY, *UNTIED.split(), *load, *split]
+    killed = launch(tmp_path / "killed", [*arguments, "--train-iters", "5000"], 2, kill_when="iteration        3/")
+    assert killed.status < 0
+    assert [path.name for path in plan_file.parent.iterdir()] == ["plan.json"]
+    run = trained(launch(tmp_path / "again", arguments, 2))
+    assert f"plan read from {plan_file}" in run.output
+    assert largest_difference(run.losses, from_checkpoint(UNTIED).losses) <= TOLERANCE
+
+
+def test_bf16_trains_balanced(tmp_path):
+    parallel = "--num-layers 4 --bf16 --pipeline-model-parallel-size 2 --train-iters 3"
+    run = trained(launch(tmp_path, [*TINY, *parallel.split(), *BALANCED.split()], 2))
+    assert len(run.losses) == 3 and all(4 < loss < 6 for loss in run.losses)
+
+
 def test_checkout_script_trains_balanced(megatron_lm, checkpoint, tmp_path):
     script = str(megatron_lm / "pretrain_gpt.py")
     load = ["--load", str(checkpoint(UNTIED)), "--finetune", "--no-load-optim", "--no-load-rng"]

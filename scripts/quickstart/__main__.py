@@ -30,6 +30,7 @@ from quickstart.report import (
     UNIFORM,
     Round,
     Summary,
+    counted,
     order_of_rounds,
     summarize,
     table,
@@ -113,8 +114,8 @@ def _compare(out: Path, quick: bool) -> int:
     rounds = _rounds(job)
     summary = summarize(rounds, size.warmup, _predicted_speedup(job.plan), device)
     write_atomically(out / "summary.json", json.dumps(summary.to_json(), indent=2) + "\n")
-    counted = rounds[2 * size.warmup :]
-    uniform, balanced = ([one for one in counted if one.split == split] for split in (UNIFORM, BALANCED))
+    measured = counted(rounds, size.warmup)
+    uniform, balanced = ([one for one in measured if one.split == split] for split in (UNIFORM, BALANCED))
     draw(summary, typical_step(uniform), typical_step(balanced), out / "timelines.png")
     console.print("", table(summary), "")
     for name in ("timelines.png", "summary.json", "plan.json", "logs"):

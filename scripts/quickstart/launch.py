@@ -33,7 +33,7 @@ class Size:
         micro_batch: sequences in a micro-batch.
         microbatches: micro-batches of one step.
         warmup: steps of each split that do not count in times.
-        pairs: steps of each split that do.
+        pairs: steps of each split that do. One more does not: while it trains, the other split's processes are ending.
     """
 
     layers: int
@@ -48,7 +48,7 @@ class Size:
 
     @property
     def steps(self) -> int:
-        return self.warmup + self.pairs
+        return self.warmup + self.pairs + 1
 
 
 class LaunchFailed(Exception):

@@ -40,7 +40,7 @@ class Summary:
         turn_spread: third over first quartile of the step times of a split; 1 on a perfectly quiet machine.
         max_loss_difference: largest ``|balanced - uniform| / |uniform|`` of the same step of a pair.
         uniform_busy_s, balanced_busy_s: time that each stage computes in one step.
-        rounds: every turn in its order, those of the warm-up left out.
+        rounds: every turn that counts, in its order.
     """
 
     uniform_split: tuple[int, ...]
@@ -73,14 +73,14 @@ def order_of_rounds(pairs: int) -> list[str]:
     return order
 
 
-def summarize(rounds: list[Round], warmup: int, predicted_speedup: float, device: str) -> Summary:
-    """Compare ``rounds``, which come in pairs as `order_of_rounds` orders them.
+def counted(rounds: list[Round], warmup: int) -> list[Round]:
+    """Those of ``rounds`` whose times count: not the first ``warmup`` pairs, nor the last one."""
+    return rounds[2 * warmup : -2]
 
-    Args:
-        warmup: how many of the first pairs do not count in times; their losses do.
-    """
-    every_pair = [sorted(rounds[i : i + 2], key=lambda one: one.split, reverse=True) for i in range(0, len(rounds), 2)]
-    pairs = every_pair[warmup:]
+
+def summarize(rounds: list[Round], warmup: int, predicted_speedup: float, device: str) -> Summary:
+    """Compare ``rounds``, which come in pairs as `order_of_rounds` orders them; the losses of all, the times of those `counted`."""
+    every_pair, pairs = _pairs(rounds), _pairs(counted(rounds, warmup))
     uniform, balanced = ([pair[side] for pair in pairs] for side in (0, 1))
     uniform_s, balanced_s = _step_s(uniform), _step_s(balanced)
     return Summary(
@@ -96,8 +96,13 @@ def summarize(rounds: list[Round], warmup: int, predicted_speedup: float, device
         uniform_busy_s=_busy_s(uniform),
         balanced_busy_s=_busy_s(balanced),
         device=device,
-        rounds=tuple(_round_data(one) for one in rounds[2 * warmup :]),
+        rounds=tuple(_round_data(one) for one in counted(rounds, warmup)),
     )
+
+
+def _pairs(rounds: list[Round]) -> list[list[Round]]:
+    """Neighbours, the uniform one first."""
+    return [sorted(rounds[i : i + 2], key=lambda one: one.split, reverse=True) for i in range(0, len(rounds), 2)]
 
 
 def loss_difference(reference: Step, step: Step) -> float:

@@ -1,0 +1,72 @@
+"""Rank 0 decides for all, whoever serves the store, and `init_process_group` works afterwards."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+
+WORKER = """
+import sys
+from megatron_balance.errors import BalanceError
+from megatron_balance.megatron.agreement import decide_on_rank_0
+from megatron_balance.reporting import global_rank
+
+def decide():
+    assert global_rank() == 0, "only rank 0 decides"
+    if sys.argv[1] == "fail":
+        raise BalanceError("rank 0 cannot plan")
+    return "Ett|tL"
+
+try:
+    text = decide_on_rank_0("plan", decide)
+except BalanceError as error:
+    print(f"error: {error}")
+    sys.exit(2)
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+total = torch.ones(1)
+dist.all_reduce(total)
+print(f"{text} {int(total)}")
+dist.destroy_process_group()
+"""
+
+
+def start(outcome: str) -> list[subprocess.Popen]:
+    """Two ranks in a plain environment, where rank 0 serves the store itself; rank 0 comes last."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    common = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
+    ranks = []
+    for rank in (1, 0):
+        variables = {**common, "RANK": str(rank)}
+        command = [sys.executable, "-c", WORKER, outcome]
+        ranks.append(
+            subprocess.Popen(command, env=variables, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        )
+    return ranks[::-1]
+
+
+def test_all_ranks_hear_what_rank_0_decides():
+    for process in start("plan"):
+        output, errors = process.communicate(timeout=120)
+        assert (process.returncode, output) == (0, "Ett|tL 2\n"), errors
+
+
+def test_other_ranks_end_soon_when_rank_0_fails():
+    first, second = start("fail")
+    assert first.communicate(timeout=120)[0] == "error: rank 0 cannot plan\n"
+    began = time.monotonic()
+    assert second.communicate(timeout=120)[0].startswith("error: rank 0 could not be asked")
+    assert second.returncode == 2 and time.monotonic() - began < 100  # not the ten minutes of the rendezvous
+
+
+def test_a_single_process_needs_no_store(monkeypatch):
+    from megatron_balance.megatron.agreement import decide_on_rank_0
+
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    monkeypatch.delenv("MASTER_PORT", raising=False)
+    assert decide_on_rank_0("plan", lambda: "Ett|tL") == "Ett|tL"
