@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_balance.errors import BalanceError
+from megatron_balance.megatron.registry import Hook, registry
 from megatron_balance.reporting import say
 
 _CPU = torch.device("cpu")
@@ -68,21 +69,18 @@ def prepare_megatron() -> None:
     """Adapt the loaded Megatron itself: the few places that torch's redirection cannot reach.
 
     Raises:
-        BalanceError: the dataset helpers are not compiled and cannot be.
+        BalanceError: this Megatron lacks one of them, or the dataset helpers are not compiled and cannot be.
     """
     from megatron.core.datasets import utils as dataset_utils
     from megatron.core.tensor_parallel import random as tensor_parallel_random
-    from megatron.training import initialize, training
+    from megatron.training import initialize
 
-    allowed = _allow_no_cuda(initialize.initialize_megatron)
-    for module in (initialize, training):  # `training` imports it by name
-        module.initialize_megatron = allowed
+    for hook in HOOKS:
+        registry.apply(hook)
     if hasattr(initialize, "_warmup_jit_function"):
         initialize._warmup_jit_function = lambda *args, **kwargs: None
     if hasattr(initialize, "fused_kernels"):  # up to 0.16: CUDA kernels, compiled at start
         initialize.fused_kernels.load = lambda args: None
-    tensor_parallel_random._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()
-    tensor_parallel_random._set_cuda_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
     # Megatron warns when code that seeds the GPU moves the CPU's generator; here they are one.
     logging.getLogger(tensor_parallel_random.__name__).addFilter(
         lambda record: "CPU RNG state changed" not in record.getMessage()
@@ -336,6 +334,23 @@ def _allow_no_cuda(initialize_megatron: Any) -> Any:
     return initialize
 
 
+def _get_rng_state(_: Any) -> Any:
+    return lambda *args, **kwargs: torch.get_rng_state()
+
+
+def _set_rng_state(_: Any) -> Any:
+    return lambda state, *args, **kwargs: torch.set_rng_state(state)
+
+
+_NEEDED_BY = "the CPU runtime"
+_RANDOM = "megatron.core.tensor_parallel.random"
+HOOKS = (
+    Hook("megatron.training.initialize", "initialize_megatron", _NEEDED_BY, "allows no CUDA", _allow_no_cuda),
+    Hook(_RANDOM, "_get_cuda_rng_state", _NEEDED_BY, "reads the CPU's generator", _get_rng_state),
+    Hook(_RANDOM, "_set_cuda_rng_state", _NEEDED_BY, "sets the CPU's generator", _set_rng_state),
+)
+
+
 def _provide_dataset_helpers(dataset_utils: Any) -> None:
     """Give Megatron its compiled `helpers_cpp`, or leave it to Megatron's own compile step where that can work.
 
@@ -359,10 +374,11 @@ def _provide_dataset_helpers(dataset_utils: Any) -> None:
     if importlib.util.find_spec("pybind11") is None:
         missing.append("pybind11")
     if missing:
+        # A wheel carries the helpers, and a checkout of the same Python can use them.
+        package = "pybind11" if missing == ["pybind11"] else "megatron-core"
         raise BalanceError(
-            f"{folder} has no compiled helpers_cpp, and to compile it {', '.join(missing)} is missing. "
-            f"Run: {sys.executable} -m pip install megatron-core"
-            " (its wheel carries the helpers, and a checkout of the same Python can use them)"
+            f"{folder} has no compiled helpers_cpp, and to compile it {', '.join(missing)} is missing."
+            f" Run: {sys.executable} -m pip install {package}"
         )
     os.environ["PATH"] = search
 

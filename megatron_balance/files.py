@@ -15,7 +15,7 @@ def write_atomically(path: str | os.PathLike[str], text: str) -> None:
     Raises:
         OSError: the folder does not exist or cannot be written; ``path`` is then as it was.
     """
-    path = Path(path)
+    path = Path(os.path.realpath(path))  # a link stays one
     _remove_stale(path)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:

@@ -78,11 +78,13 @@ def _split(argv: list[str]) -> tuple[str, str | None, list[str]]:
     if rest and rest[0].split("=")[0] == "--device":
         _, separator, value = rest.pop(0).partition("=")
         if not separator:
-            value = rest.pop(0) if rest else ""
+            value = rest.pop(0) if rest else "(nothing)"
         if value not in ("auto", "cpu", "cuda"):
             raise BalanceError(f"--device {value}: must be auto, cpu or cuda")
         device = value
     if not rest or rest[0].startswith("-"):
+        if any(argument.split("=")[0] == "--device" for argument in rest):
+            raise BalanceError("--device is a flag of this launcher, not of Megatron: put it before all others")
         return device, None, rest
     script = rest.pop(0)
     if not Path(script).is_file():
@@ -100,9 +102,14 @@ def _choose_device(device: str) -> None:
     if device == "cuda":
         raise BalanceError(f"--device cuda, but torch {torch.__version__} finds no usable GPU")
     if device == "auto" and int(os.environ.get("WORLD_SIZE", 1)) > int(os.environ.get("LOCAL_WORLD_SIZE", 1)):
+        several = (
+            "has several machines"
+            if "LOCAL_WORLD_SIZE" in os.environ
+            else "may have others (LOCAL_WORLD_SIZE is not set)"
+        )
         raise BalanceError(
-            f"no usable GPU on {platform.node()}, but this job has several machines: mend the driver there, or give --device cpu to"
-            " train on the CPUs of all"
+            f"no usable GPU on {platform.node()}, but this job {several}: mend the driver, or give --device cpu to train on"
+            " CPUs everywhere"
         )
     from megatron_balance import cpu
 

@@ -54,6 +54,10 @@ def prepared(monkeypatch, arguments: list[str], **changes):
         ("--balanced-pipeline-head-weight=-1", "--balanced-pipeline-head-weight -1: .*not negative"),
         ("--balanced-pipeline-head-weight nan", "head-weight nan"),
         ("--balanced-pipeline-head-weight inf,1", "head-weight inf,1"),
+        ("--balanced-pipeline-head-weight 1e16", "at most 1e.06"),
+        ("--balanced-pipeline-plan=", "needs the name of a file"),
+        ("--balanced-pipeline-dry-run=3", r"dry-run 3: .* multiple of 1 \* 2 \* 1 = 2"),
+        ("--num-layers=-4", "--num-layers -4: give 1 or more"),
         ("--balanced-pipeline-embedding-weight 1,2,3", "embedding-weight 1,2,3"),
         ("--balanced-pipeline-embedding-weight much", "embedding-weight much"),
         ("--balanced-pipeline-dry-run=-3", "dry-run -3"),
@@ -131,6 +135,18 @@ def test_yaml_configuration_is_refused(tmp_path):
     assert run.status == 2 and "cannot be used with --yaml-cfg" in run.output
 
 
+def test_device_flag_in_the_wrong_place_is_refused(tmp_path):
+    run = launch(tmp_path, [*PP2, "--device", "cpu"], torchrun=False)
+    assert run.status == 2 and "put it before all others" in run.output
+
+
+def test_help_shows_our_group(tmp_path):
+    run = launch(tmp_path, ["--help"], torchrun=False)
+    assert run.status == 0, run.output[-2000:]
+    assert "usage: torchrun" in run.output and "megatron-balance:" in run.output
+    assert "--balanced-pipeline-head-weight W|FWD,BWD" in run.output
+
+
 def test_missing_script_is_refused(tmp_path):
     run = launch(tmp_path, PP2, script="nowhere/pretrain_gpt.py", torchrun=False)
     assert run.status == 2 and "no training script nowhere/pretrain_gpt.py" in run.output
@@ -160,6 +176,9 @@ def test_dry_run_plans_and_exits(tmp_path):
     ):
         other = dry_run(tmp_path, [*thirty, "--balanced-pipeline-plan", str(plan_file), *flags], 8)
         assert other.status == 2 and str(plan_file) in other.output and message in other.output
+
+    no_file = dry_run(tmp_path, [*thirty, "--balanced-pipeline-plan", "/dev/full"], 8)
+    assert no_file.status == 2 and "/dev/full is not a regular file" in no_file.output
 
     plan_file.write_text(plan_file.read_text()[:-20])
     broken = dry_run(tmp_path, [*thirty, "--balanced-pipeline-plan", str(plan_file)], 8)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +10,7 @@ from megatron_balance.costs.devices import Device, device_chosen
 from megatron_balance.errors import BalanceError
 
 FLAG = "--balanced-pipeline"
+_MOST_LAYERS = 1e6  # as a weight; beyond it the layers vanish in the rounding of sums
 
 
 def given_in(argv: list[str]) -> bool:
@@ -100,6 +100,8 @@ class Options:
         dry_run, device = values["dry-run"], values["device"]
         if dry_run is not None and dry_run < 0:
             raise BalanceError(f"{FLAG}-dry-run {dry_run}: the number of processes must be positive")
+        if values["plan"] == "":
+            raise BalanceError(f"{FLAG}-plan needs the name of a file, not an empty one")
         return cls(
             embedding_weight=_weight(f"{FLAG}-embedding-weight", values["embedding-weight"]),
             head_weight=_weight(f"{FLAG}-head-weight", values["head-weight"]),
@@ -116,8 +118,9 @@ def _weight(flag: str, text: str | None) -> tuple[float, float] | None:
         values = [float(part) for part in text.split(",")]
     except ValueError:
         values = []
-    if len(values) not in (1, 2) or not all(math.isfinite(value) and value >= 0 for value in values):
+    if len(values) not in (1, 2) or not all(0 <= value <= _MOST_LAYERS for value in values):
         raise BalanceError(
             f"{flag} {text}: give the cost in layers as one number (5.5) or as forward and backward (9.7,3.8), not negative"
+            f" and at most {_MOST_LAYERS:.0e}"
         )
     return values[0], values[-1]

@@ -11,7 +11,6 @@ import functools
 import sys
 from collections.abc import Mapping
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 from megatron_balance.costs.analytic import analytic_costs
@@ -23,7 +22,7 @@ from megatron_balance.megatron.registry import Hook, registry
 from megatron_balance.model import ModelSpec, refuse_uncovered
 from megatron_balance.pipeline.chain import least_layers
 from megatron_balance.pipeline.layout import Layout
-from megatron_balance.pipeline.plan import Plan, Scalar, load_plan, make_plan, save_plan
+from megatron_balance.pipeline.plan import Plan, Scalar, find_plan, make_plan, save_plan
 from megatron_balance.pipeline.show import render_plan
 from megatron_balance.reporting import say
 from megatron_balance.topology import Topology
@@ -42,12 +41,12 @@ def before_validation(args: Any, options: Options) -> None:
     """
     if _is_ours(args):
         return
-    _refuse_conflicts(args)
     if args.pipeline_model_parallel_size == 1:
         say(f"megatron-balance: {FLAG} has nothing to do: --pipeline-model-parallel-size is 1; training as stock")
         if options.dry_run is not None:
             sys.exit(0)
         return
+    _refuse_conflicts(args)
     if options.dry_run is not None:
         _pretend_world_size(args, options.dry_run)
     virtual_size = _virtual_size(args)
@@ -96,6 +95,9 @@ def _refuse_conflicts(args: Any) -> None:
     if args.num_layers is None:
         raise BalanceError(f"{FLAG} needs --num-layers")
     for name in (
+        "num_layers",
+        "tensor_model_parallel_size",
+        "context_parallel_size",
         "pipeline_model_parallel_size",
         "num_layers_per_virtual_pipeline_stage",
         "num_virtual_stages_per_pipeline_rank",
@@ -111,6 +113,12 @@ def _pretend_world_size(args: Any, world_size: int) -> None:
             f" give the number of processes, {FLAG}-dry-run {args.world_size}"
         )
     replica = args.tensor_model_parallel_size * args.pipeline_model_parallel_size * args.context_parallel_size
+    if world_size % replica:
+        raise BalanceError(
+            f"{FLAG}-dry-run {world_size}: tensor, pipeline and context parallel sizes need a multiple of"
+            f" {args.tensor_model_parallel_size} * {args.pipeline_model_parallel_size} * {args.context_parallel_size}"
+            f" = {replica} processes"
+        )
     args.world_size = world_size or replica
     args.tensorboard_dir, args.wandb_project = None, ""  # a dry run leaves no record
 
@@ -173,14 +181,15 @@ def _given_weights(options: Options) -> dict[str, str]:
 def _decide(options: Options, model: ModelSpec, topology: Topology, holds_for: Mapping[str, Scalar]) -> Plan:
     """The stored plan where there is one, else a new one, stored where asked for."""
     path = options.plan_file
-    if path is not None and Path(path).exists():
-        plan = load_plan(path)
+    plan = None if path is None else find_plan(path)
+    if plan is not None:
+        _check_device(options, plan, path)  # first: another device may differ in more than its name
         plan.check_fits(holds_for, topology, f"the plan file {path}")
-        _check_device(options, plan, path)
         say(f"megatron-balance: plan read from {path}")
         return plan
     costs = analytic_costs(model, topology, options.device or device_named(_device_name()))
     costs = costs.with_weights(options.embedding_weight, options.head_weight)
+    say(f"megatron-balance: planning {topology.num_stages} stages on costs {costs.source} ...")
     plan = make_plan(costs, topology, holds_for, model.mtp_num_layers)
     if path is not None:
         save_plan(path, plan)

@@ -35,7 +35,7 @@ def examine(checkout: str | None) -> int:
         sys.path.insert(0, str(Path(checkout).resolve()))
     warnings.simplefilter("ignore")
     megatron = _megatron()
-    console = Console()
+    console = Console(width=None if sys.stdout.isatty() else 160)  # a log keeps paths in one piece
     console.print(_software(megatron))
     hooks = _hooks()
     problems = [_problem(hook) for hook in hooks]
@@ -55,9 +55,10 @@ def _megatron() -> ModuleType:
 
 
 def _hooks() -> tuple[Hook, ...]:
+    from megatron_balance import cpu
     from megatron_balance.megatron import balanced_pipeline, entry_points
 
-    return (*entry_points.HOOKS, balanced_pipeline.PRINT_ARGS)
+    return (*entry_points.HOOKS, balanced_pipeline.PRINT_ARGS, *cpu.HOOKS)
 
 
 def _problem(hook: Hook) -> str | None:
@@ -94,8 +95,8 @@ def _version(package: str) -> str:
 
 def _table(hooks: tuple[Hook, ...], problems: list[str | None]) -> Table:
     table = Table(title="Hooks", title_justify="left")
-    for column in ("function of Megatron", "what ours does", "found"):
+    for column in ("function of Megatron", "what ours does", "for", "found"):
         table.add_column(column, overflow="fold")
     for hook, problem in zip(hooks, problems, strict=True):
-        table.add_row(hook.path, hook.purpose, "[red]no[/]" if problem else "yes")
+        table.add_row(hook.path, hook.purpose, hook.flag, "[red]no[/]" if problem else "yes")
     return table

@@ -22,9 +22,22 @@ Function = Callable[..., Any]
 
 def _with_our_arguments(add_megatron_arguments: Function) -> Function:
     def add(parser: Any, *args: Any, **kwargs: Any) -> Any:
-        return add_arguments(add_megatron_arguments(parser, *args, **kwargs))
+        parser = add_arguments(add_megatron_arguments(parser, *args, **kwargs))
+        if {"-h", "--help"} & set(sys.argv[1:]):
+            _mend_help(parser)
+        return parser
 
     return add
+
+
+def _mend_help(parser: Any) -> None:
+    """Some of Megatron's help texts hold a bare % (0.18, 0.19), on which argparse fails before it shows any."""
+    formatter = parser._get_formatter()
+    for action in parser._actions:
+        try:
+            formatter._expand_help(action)
+        except (ValueError, TypeError, KeyError):
+            action.help = action.help.replace("%", "%%")
 
 
 def _plans_before(validate_args: Function) -> Function:
@@ -77,7 +90,7 @@ HOOKS = (
     Hook("megatron.training.arguments", "add_megatron_arguments", FLAG, "adds our flags", _with_our_arguments),
     Hook("megatron.training.arguments", "validate_args", FLAG, "checks our flags, number of stages", _plans_before),
     Hook("megatron.training.global_vars", "set_global_variables", FLAG, "plans, sets the layout", _plans_after),
-    Hook("megatron.training.training", "pretrain", FLAG, "nothing yet", _passes_through),
+    Hook("megatron.training.training", "pretrain", FLAG, "passes straight through", _passes_through),
 )
 
 

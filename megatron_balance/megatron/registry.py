@@ -24,7 +24,7 @@ class Hook:
     Attributes:
         module: where Megatron defines the function.
         attribute: its name there.
-        flag: the flag that needs the hook.
+        flag: the flag, or the part of this package, that needs the hook.
         purpose: what the replacement does, in a few words, for `megatron-balance doctor`.
         wrap: makes the replacement from the original.
     """
@@ -48,7 +48,10 @@ class Hook:
         try:
             module = importlib.import_module(self.module)
         except ImportError as error:
-            raise BalanceError(self._missing(f"importing {self.module} fails: {error}")) from error
+            raise BalanceError(
+                f"{self.flag} needs {self.path}, but {self.module} cannot be imported: {error}."
+                " Install what is missing into this environment, if this Megatron should have it."
+            ) from error
         if not callable(function := getattr(module, self.attribute, None)):
             raise BalanceError(self._missing(f"{module.__file__} has no function {self.attribute}"))
         return function
@@ -56,7 +59,8 @@ class Hook:
     def _missing(self, reason: str) -> str:
         return (
             f"{self.flag} needs {self.path}, which this Megatron does not have ({reason})."
-            " `megatron-balance doctor` lists what was looked for and found; leave the flag out to train as stock."
+            " `megatron-balance doctor` lists what was looked for and found"
+            + ("; leave the flag out to train as stock." if self.flag.startswith("--") else ".")
         )
 
 

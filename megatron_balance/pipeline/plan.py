@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import stat
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -223,6 +224,23 @@ def save_plan(path: str | os.PathLike[str], plan: Plan) -> None:
         write_atomically(path, plan.to_json())
     except OSError as error:
         raise BalanceError(f"the plan file {path} cannot be written ({error.strerror}): name another place") from error
+
+
+def find_plan(path: str | os.PathLike[str]) -> Plan | None:
+    """The plan that is kept in a file; None where there is none yet.
+
+    Raises:
+        BalanceError: there is something else, or a plan that is damaged.
+    """
+    try:
+        mode = os.stat(path).st_mode
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise BalanceError(f"the plan file {path} cannot be read ({error.strerror}): pass another") from error
+    if not stat.S_ISREG(mode):
+        raise BalanceError(f"the plan file {path} is not a regular file: pass another")
+    return load_plan(path)
 
 
 def load_plan(path: str | os.PathLike[str]) -> Plan:

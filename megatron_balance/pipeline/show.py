@@ -92,6 +92,8 @@ def _uniform(plan: Plan) -> str:
     if len(set(plan.layers)) == 1:
         return "this is the uniform split"
     ratio = plan.uniform_step_s / plan.step_s
+    if abs(ratio - 1) < 5e-4:
+        return f"{_duration(plan.uniform_step_s)}: as fast as this plan"
     return f"{_beside(plan.uniform_step_s, plan)}: this plan is {ratio:.3f} times faster"
 
 

@@ -64,7 +64,13 @@ def main() -> int:
     signal.signal(signal.SIGTERM, _interrupt)
     signal.signal(signal.SIGHUP, _interrupt)
     out = options.out.resolve()
-    out.mkdir(parents=True, exist_ok=True)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        console.print(
+            f"{out} cannot be used for results ({error.strerror}): give another folder with --out", markup=False
+        )
+        return 2
     try:
         with _alone_in(out):
             return _compare(out, options.quick)
