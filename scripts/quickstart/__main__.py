@@ -111,7 +111,7 @@ def _compare(out: Path, quick: bool) -> int:
     device = _device()
     size = GPU if device == "cuda" else CPU
     if quick:
-        size = replace(size, microbatches=size.microbatches // 2, pairs=size.pairs // 2 + 1)
+        size = replace(size, pairs=size.pairs * 2 // 5)
     _clear(out)
     corpus = _corpus(size, out)
     job = Job(size, device, corpus.prefix, out)
