@@ -66,6 +66,22 @@ def test_hooks_of_one_function_nest(modules):
     assert modules[1].renamed() == 1
 
 
+def test_method_is_replaced_in_its_class_and_put_back(modules):
+    class Answers:
+        def answer(self):
+            return 1
+
+    modules[0].Answers, original = Answers, Answers.answer
+    hook = Hook("megatron.defining", "Answers.answer", "--flag", "", lambda method: lambda self: 2 * method(self))
+    registry = Registry()
+    registry.apply(hook)
+    assert Answers().answer() == 2
+    registry.undo(hook)
+    assert Answers.answer is original
+    with pytest.raises(BalanceError, match=r"--flag needs megatron\.defining\.Answers\.reply"):
+        registry.apply(Hook("megatron.defining", "Answers.reply", "--flag", "", lambda method: method))
+
+
 def test_missing_target_names_flag_and_full_path(modules):
     with pytest.raises(BalanceError, match=r"--flag needs megatron\.defining\.answr.*doctor"):
         Registry().apply(doubling_hook("answr"))

@@ -23,7 +23,7 @@ class Hook:
 
     Attributes:
         module: where Megatron defines the function.
-        attribute: its name there.
+        attribute: its name there; "Class.method" for a method.
         flag: the flag, or the part of this package, that needs the hook.
         purpose: what the replacement does, in a few words, for `megatron-balance doctor`.
         wrap: makes the replacement from the original.
@@ -52,9 +52,17 @@ class Hook:
                 f"{self.flag} needs {self.path}, but {self.module} cannot be imported: {error}."
                 " Install what is missing into this environment, if this Megatron should have it."
             ) from error
-        if not callable(function := getattr(module, self.attribute, None)):
+        if not callable(function := functools.reduce(_get, self.attribute.split("."), module)):
             raise BalanceError(self._missing(f"{module.__file__} has no function {self.attribute}"))
         return function
+
+    def swap(self, old: Callable[..., Any], new: Callable[..., Any]) -> None:
+        """Put ``new`` for ``old``: in the class of a method, else wherever a loaded module of Megatron holds it."""
+        *path, name = self.attribute.split(".")
+        if path:
+            setattr(functools.reduce(_get, path, sys.modules[self.module]), name, new)
+        else:
+            _swap(old, new)
 
     def _missing(self, reason: str) -> str:
         return (
@@ -81,13 +89,17 @@ class Registry:
         original = hook.find()
         replacement = functools.wraps(original)(hook.wrap(original))
         self._applied[hook] = original, replacement
-        _swap(original, replacement)
+        hook.swap(original, replacement)
 
     def undo(self, hook: Hook) -> None:
         """Put back what `apply` replaced; nothing if it did not. Hooks of one function are undone last first."""
         if hook in self._applied:
             original, replacement = self._applied.pop(hook)
-            _swap(replacement, original)
+            hook.swap(replacement, original)
+
+
+def _get(owner: Any, name: str) -> Any:
+    return getattr(owner, name, None)
 
 
 def _swap(old: Any, new: Any) -> None:
