@@ -51,6 +51,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         help="Keep the plan in FILE (JSON): reused when it exists and is of this model and topology, written when absent.",
     )
     group.add_argument(
+        f"{FLAG}-replan",
+        action="store_true",
+        default=None,
+        help="Plan afresh although a checkpoint with optimizer state is resumed, which otherwise keeps its layout.",
+    )
+    group.add_argument(
         f"{FLAG}-dry-run",
         type=int,
         nargs="?",
@@ -69,6 +75,7 @@ class Options:
         embedding_weight, head_weight: (forward, backward) cost in layers, None for the estimate.
         device: whose speeds the estimate takes, None for the one here.
         plan_file: where the plan is kept, None for nowhere.
+        replan: whether a resumed checkpoint may change its layout.
         dry_run: processes to plan for without training, 0 for one model replica; None to train.
     """
 
@@ -76,6 +83,7 @@ class Options:
     head_weight: tuple[float, float] | None
     device: Device | None
     plan_file: str | None
+    replan: bool
     dry_run: int | None
 
     @property
@@ -90,7 +98,7 @@ class Options:
         Raises:
             BalanceError: a value is not usable, or an option is given without the flag that it belongs to.
         """
-        names = ("embedding-weight", "head-weight", "device", "plan", "dry-run")
+        names = ("embedding-weight", "head-weight", "device", "plan", "replan", "dry-run")
         values = {name: getattr(args, f"balanced_pipeline_{name}".replace("-", "_"), None) for name in names}
         if not getattr(args, "balanced_pipeline", False):
             for name, value in values.items():
@@ -107,6 +115,7 @@ class Options:
             head_weight=_weight(f"{FLAG}-head-weight", values["head-weight"]),
             device=None if device is None else device_chosen(device),
             plan_file=values["plan"],
+            replan=bool(values["replan"]),
             dry_run=dry_run,
         )
 

@@ -16,6 +16,7 @@ from typing import Any
 from megatron_balance.costs.analytic import analytic_costs
 from megatron_balance.costs.devices import device_named
 from megatron_balance.errors import BalanceError
+from megatron_balance.megatron import stored_layout
 from megatron_balance.megatron.agreement import decide_on_rank_0
 from megatron_balance.megatron.arguments import FLAG, Options
 from megatron_balance.megatron.registry import Hook, registry
@@ -150,7 +151,7 @@ def _provisional(args: Any, virtual_size: int) -> str:
 
 
 def after_globals(args: Any, options: Options) -> None:
-    """Plan on rank 0 and write the planned layout into ``args`` on every rank; show arguments and plan.
+    """Write the layout into ``args`` on every rank: the checkpoint's that is resumed, else a planned one; show it.
 
     Raises:
         BalanceError: the model cannot be planned, or the plan file is of another job.
@@ -158,18 +159,29 @@ def after_globals(args: Any, options: Options) -> None:
     """
     if not _is_ours(args):  # one pipeline stage
         return
-    model, topology = ModelSpec.from_arguments(vars(args)), _topology(args)
-    holds_for = {**model.fingerprint, **_given_weights(options)}
-    plan = Plan.from_json(decide_on_rank_0("plan", lambda: _decide(options, model, topology, holds_for).to_json()))
-    plan.check_fits(holds_for, topology, "rank 0's plan", "start all ranks with the same command line")
-    _write_layout(args, plan.layout)
+    layout, plan = stored_layout.layout_to_keep(args, options), None
+    if layout is None:
+        plan = _agreed_plan(args, options)
+        layout = plan.layout
+    _write_layout(args, layout)
     _update_wandb(args)
     registry.undo(PRINT_ARGS)
     if options.dry_run is None:
         print_deferred_arguments()
-    say(render_plan(plan))
+    if plan is not None:
+        say(render_plan(plan))
     if options.dry_run is not None:
         sys.exit(0)
+    registry.apply(stored_layout.SAVE)
+
+
+def _agreed_plan(args: Any, options: Options) -> Plan:
+    """Rank 0's plan, checked to be for the job that this rank was started for."""
+    model, topology = ModelSpec.from_arguments(vars(args)), _topology(args)
+    holds_for = {**model.fingerprint, **_given_weights(options)}
+    plan = Plan.from_json(decide_on_rank_0("plan", lambda: _decide(options, model, topology, holds_for).to_json()))
+    plan.check_fits(holds_for, topology, "rank 0's plan", "start all ranks with the same command line")
+    return plan
 
 
 def _given_weights(options: Options) -> dict[str, str]:

@@ -56,9 +56,9 @@ def _megatron() -> ModuleType:
 
 def _hooks() -> tuple[Hook, ...]:
     from megatron_balance import cpu
-    from megatron_balance.megatron import balanced_pipeline, entry_points
+    from megatron_balance.megatron import balanced_pipeline, entry_points, stored_layout
 
-    return (*entry_points.HOOKS, balanced_pipeline.PRINT_ARGS, *cpu.HOOKS)
+    return (*entry_points.HOOKS, balanced_pipeline.PRINT_ARGS, stored_layout.SAVE, *cpu.HOOKS)
 
 
 def _problem(hook: Hook) -> str | None:

@@ -1,0 +1,140 @@
+"""The layout that a checkpoint was saved with: how it is kept beside the checkpoint, and how Megatron's arguments imply it.
+
+The file is JSON with exactly these keys: `format` ("megatron-balance layout"), `format_version` (1), `layout` (the string for
+``--pipeline-model-parallel-layout``), `layers` (of each stage, in the order of the data), `pipeline_size`, `virtual_size`
+(stages on each rank) and `created_by`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_balance import __version__
+from megatron_balance.errors import BalanceError
+from megatron_balance.pipeline import reading
+from megatron_balance.pipeline.layout import Layout, parse_layout
+
+FILE_NAME = "megatron_balance.json"
+_FORMAT = "megatron-balance layout"
+_FORMAT_VERSION = 1
+
+
+@dataclass(frozen=True)
+class StoredLayout:
+    """A split over pipeline ranks.
+
+    Attributes:
+        layout: layers of each stage; stage ``chunk * pipeline_size + rank`` is chunk ``chunk`` of that rank.
+        pipeline_size: pipeline ranks.
+        virtual_size: stages on each rank.
+    """
+
+    layout: Layout
+    pipeline_size: int
+    virtual_size: int
+
+    def __str__(self) -> str:
+        return str(self.layout)
+
+    @property
+    def shape(self) -> str:
+        """Ranks and virtual stages, for messages."""
+        return f"{self.pipeline_size} pipeline rank(s) of {self.virtual_size} stage(s)"
+
+    def to_json(self) -> str:
+        """The text of the file."""
+        values = {
+            "format": _FORMAT,
+            "format_version": _FORMAT_VERSION,
+            "layout": str(self),
+            "layers": self.layout.layers,
+            "pipeline_size": self.pipeline_size,
+            "virtual_size": self.virtual_size,
+            "created_by": f"megatron_balance {__version__}",
+        }
+        return json.dumps(values, indent=2) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str, name: str) -> StoredLayout:
+        """Read what ``to_json`` wrote.
+
+        Args:
+            text: contents of a file, which may come from anywhere.
+            name: what to call it in errors.
+
+        Raises:
+            BalanceError: this is not a whole, undamaged file of this format; names the key.
+        """
+        try:
+            return _read(reading.parse_object(text))
+        except reading.DamageError as damage:
+            raise BalanceError(
+                f"{name} {damage}; delete it: the checkpoint's own arguments tell its layout"
+            ) from damage
+
+
+def _read(values: Mapping[str, Any]) -> StoredLayout:
+    if values.get("format") != _FORMAT:
+        raise reading.DamageError(f"is not a stored layout: its format is {values.get('format')!r}, not {_FORMAT!r}")
+    if values.get("format_version") != _FORMAT_VERSION:
+        raise reading.DamageError(f"has format_version {values.get('format_version')!r}, not {_FORMAT_VERSION}")
+    reading.check_keys(
+        values, ("format", "format_version", "layout", "layers", "pipeline_size", "virtual_size", "created_by")
+    )
+    reading.text(values["created_by"], "created_by")
+    try:
+        layout = parse_layout(reading.text(values["layout"], "layout"))
+    except BalanceError as error:
+        raise reading.DamageError(f"is damaged: {error}") from error
+    sizes = [reading.count(values[key], key) for key in ("pipeline_size", "virtual_size")]
+    stages = f"{sizes[0]} * {sizes[1]}, the pipeline's size"
+    reading.checked(len(layout.layers), "the number of stages", len(layout.layers) == sizes[0] * sizes[1], stages)
+    expected = list(layout.layers)
+    reading.checked(values["layers"], "layers", values["layers"] == expected, f"{expected}, as the layout has them")
+    return StoredLayout(layout, *sizes)
+
+
+def layout_of_arguments(arguments: Mapping[str, Any]) -> StoredLayout | None:
+    """The layout that Megatron builds from validated arguments; None where it cannot be told, as for hybrid models.
+
+    Args:
+        arguments: Megatron's, by name, of this job or out of a checkpoint.
+    """
+    if any(arguments.get(name) is not None for name in ("hybrid_layer_pattern", "hybrid_override_pattern")):
+        return None
+    num_layers, ranks = arguments.get("num_layers"), arguments.get("pipeline_model_parallel_size")
+    if not num_layers or not ranks:
+        return None
+    virtual_size = arguments.get("virtual_pipeline_model_parallel_size") or 1
+    text = arguments.get("pipeline_model_parallel_layout")
+    try:
+        layout = (
+            Layout.of(_without_layout(arguments, num_layers, ranks, virtual_size), arguments.get("mtp_num_layers") or 0)
+            if text is None
+            else parse_layout(str(text))
+        )
+    except BalanceError:
+        return None
+    if sum(layout.layers) != num_layers or len(layout.layers) != ranks * virtual_size:
+        return None
+    return StoredLayout(layout, ranks, virtual_size)
+
+
+def _without_layout(arguments: Mapping[str, Any], num_layers: int, ranks: int, virtual_size: int) -> list[int]:
+    """Layers of each stage by Megatron's older flags: even, with counts for the ends, or with embedding and head as layers."""
+    ends = {
+        rank: count
+        for rank, name in ((0, "decoder_first_pipeline_num_layers"), (ranks - 1, "decoder_last_pipeline_num_layers"))
+        if (count := arguments.get(name)) is not None
+    }
+    embedding = bool(arguments.get("account_for_embedding_in_pipeline_split"))
+    loss = bool(arguments.get("account_for_loss_in_pipeline_split"))
+    shared = num_layers - sum(ends.values()) + embedding + loss
+    of_ranks = [ends.get(rank, shared // max(1, ranks - len(ends))) for rank in range(ranks)]
+    layers = [count // virtual_size for count in of_ranks] * virtual_size
+    layers[0] -= embedding
+    layers[-1] -= loss
+    return layers
