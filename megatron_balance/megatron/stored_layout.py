@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import inspect
 import os
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -276,10 +277,11 @@ def _common_state(args: Any, load_dir: str, folder: str) -> tuple[dict[str, Any]
     changes = {"exit_on_missing_checkpoint": False}
     if getattr(args, "non_persistent_ckpt_type", None) == "local":
         changes["non_persistent_ckpt_type"] = None  # those can be read only later
+    quiet = argparse.Namespace(**{**vars(args), **changes})
     try:
-        state, _, _, kind = megatron._load_base_checkpoint(
-            load_dir, argparse.Namespace(**{**vars(args), **changes}), rank0=True
-        )
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of torch, that there is no process group yet
+            state, _, _, kind = megatron._load_base_checkpoint(load_dir, quiet, rank0=True)
     except Exception as error:
         raise BalanceError(f"the checkpoint {folder} cannot be read ({type(error).__name__}: {error})") from error
     return state or {}, getattr(kind, "name", "GLOBAL")
