@@ -176,6 +176,11 @@ def test_layout_is_kept_or_planned(capsys, checkpoint, job, layout, said):
             PLANNED,
             r"plan.json has another layout, Ettttt\|tttL, than .*Etttt\|ttttL: give --balanced-pipeline-replan",
         ),
+        (
+            TIED,
+            PLANNED,
+            "plan.json has another layout.*tied to it, so that --balanced-pipeline-replan cannot change it",
+        ),
         (PLAIN, replace(JOB, num_layers=12), "has 8 layers, but --num-layers is 12"),
         (PLAIN, replace(JOB, mtp_num_layers=1), "has 0 multi-token.* --mtp-num-layers is 1"),
         (replace(PLAIN, layout=None), JOB, "does not tell which pipeline layout.*--no-load-optim"),
@@ -308,8 +313,9 @@ def test_what_is_loaded_is_found_as_megatron_finds_it(runs, monkeypatch, tmp_pat
     for flags in ("--finetune", "--no-load-optim"):
         assert not found(tied, flags).with_optimizer and found(tied, flags).tied_by is None
     assert found(free).tied_by is None and found(free).with_optimizer
-    for nothing in (found(tmp_path), found(tmp_path / "none"), found(tied, "--ckpt-step 7")):
-        assert nothing is None
+    assert found(tmp_path) is found(tmp_path / "none") is None
+    with pytest.raises(BalanceError, match=r"iter_0000007 cannot be read \(FileNotFoundError"):
+        found(tied, "--ckpt-step 7")
     pretrained = found(tmp_path, f"--pretrained-checkpoint {tied}")
     assert pretrained.folder == str(tied / "iter_0000020") and not pretrained.with_optimizer
     # A non-persistent checkpoint is loaded where it is newer.

@@ -120,9 +120,12 @@ def kept(checkpoint: Checkpoint, job: Job) -> StoredLayout | None:
         say(f"megatron-balance: not keeping the layout of {name}, {stored}: {reason}")
         return None
     if job.planned is not None and job.planned != str(stored):
+        change = f"give {REPLAN} to change to the plan's"
+        if checkpoint.tied_by is not None:
+            change = f"{checkpoint.tied_by}, so that {REPLAN} cannot change it"
         raise BalanceError(
-            f"the plan file {job.plan_file} has another layout, {job.planned}, than {name}, {stored}:"
-            f" give {REPLAN} to change to the plan's, or leave {FLAG}-plan out"
+            f"the plan file {job.plan_file} has another layout, {job.planned}, than {name}, {stored}: {change}; or leave"
+            f" {FLAG}-plan out"
         )
     say(
         f"megatron-balance: keeping the layout of {name}: {stored}"
@@ -252,8 +255,7 @@ def _folder(args: Any) -> tuple[str, str, bool] | None:
             where, iteration, release = folder, other, False
     if iteration == -1:
         return None
-    folder = megatron.get_checkpoint_name(where, iteration, release, return_base_dir=True)
-    return (load_dir, folder, release) if os.path.isdir(folder) else None
+    return load_dir, megatron.get_checkpoint_name(where, iteration, release, return_base_dir=True), release
 
 
 def _latest(folder: str) -> tuple[int, bool]:
@@ -385,7 +387,7 @@ def _keep(call: dict[str, Any]) -> None:
         if args.non_persistent_ckpt_type != "global":  # local ones lie on each machine
             return
         folder = args.non_persistent_global_ckpt_dir or os.path.join(folder, _non_persistent_name())
-    if stored is None or folder is None:
+    if stored is None or folder is None or "iteration" not in call:
         return
     name = megatron.get_checkpoint_name(folder, call["iteration"], call.get("release", False), return_base_dir=True)
     path = Path(name) / FILE_NAME
