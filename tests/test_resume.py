@@ -355,9 +355,11 @@ def test_dropped_flag_is_noticed_where_megatron_would_not(runs, monkeypatch, tmp
     (tmp_path / "save" / "iter_0000020" / FILE_NAME).write_text(UNIFORM.to_json())
     check_without_flag(parsed(monkeypatch, tmp_path / "save"))
     check_without_flag(parsed(monkeypatch, tmp_path / "save", f"{other} --finetune"))
+    check_without_flag(parsed(monkeypatch, tmp_path / "save", "--pipeline-model-parallel-size 1 --no-load-optim"))
     assert capsys.readouterr().out == ""
     with pytest.raises(
-        BalanceError, match=r"--balanced-pipeline to keep .* --pipeline-model-parallel-layout 'Etttt\|ttttL'"
+        BalanceError,
+        match=r"on these, give --balanced-pipeline to keep .* --pipeline-model-parallel-layout 'Etttt\|ttttL'",
     ):
         check_without_flag(parsed(monkeypatch, tmp_path / "save", other))
 

@@ -174,9 +174,9 @@ def _job(args: Any, options: Options) -> Job:
 
 
 def check_without_flag(args: Any) -> None:
-    """Refuse to load a balanced checkpoint into another layout where Megatron would not notice, on rank 0.
+    """Refuse, on rank 0, to load a balanced checkpoint into another layout where that would spoil it.
 
-    For runs without our flag: a file beside the checkpoint is all that they look at, unless it is ours.
+    For runs without our flag: they look for our file beside the checkpoint, and read more only where there is one.
 
     Raises:
         BalanceError: the optimizer state, or the checkpoint's format, is tied to its layout, and the job has another.
@@ -190,13 +190,11 @@ def check_without_flag(args: Any) -> None:
         return
     if checkpoint is None or (stored := checkpoint.layout) is None or stored == own:
         return
-    if stored.pipeline_size != own.pipeline_size:  # Megatron notices that
-        return
     if checkpoint.tied_by is not None:
         raise BalanceError(
-            f"this job has the pipeline layout {own}, but the checkpoint {checkpoint.folder} was saved with {stored}, and"
-            f" {checkpoint.tied_by}: give {FLAG} to keep the stored layout, or {_LAYOUT_FLAG} '{stored}' without"
-            f" {_VIRTUAL_FLAGS}; or {checkpoint.remedy}"
+            f"this job has the pipeline layout {own}, but the checkpoint {checkpoint.folder} was saved with {stored} on"
+            f" {stored.shape}, and {checkpoint.tied_by}: on these, give {FLAG} to keep the stored layout, or"
+            f" {_LAYOUT_FLAG} '{stored}' without {_VIRTUAL_FLAGS}; or {checkpoint.remedy}"
         )
     if checkpoint.with_optimizer:
         say(
