@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_balance.costs.table import Scalar, holds_for, lengths_to_cost
+from megatron_balance.megatron.measuring.software import local_device
 from megatron_balance.model import LayerKind, ModelSpec, layer_kinds
 from megatron_balance.topology import Topology
 
@@ -44,6 +45,8 @@ _OVERRIDES: dict[str, Any] = {
     "tensorboard_dir": None,
     "wandb_project": "",
     "mock_data": True,
+    "sft": False,
+    "dataloader_inter_document_masking": False,
     "data_path": None,
     "train_data_path": None,
     "valid_data_path": None,
@@ -184,10 +187,12 @@ def _keep_local_experts(args: Any) -> None:
 def use_fake_groups(world_size: int) -> None:
     """Make this process rank 0 of ``world_size``, in groups whose collectives return at once and move nothing.
 
-    So the shapes are those of a tensor-parallel rank although there is one process.
+    So the shapes are those of a tensor-parallel rank although there is one process. Megatron, which finds the groups made,
+    then leaves the choice of the GPU to us.
     """
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
+    torch.cuda.set_device(local_device())
     initialize, make_group = (inspect.unwrap(one) for one in (dist.init_process_group, dist.new_group))
     initialize("fake", rank=0, world_size=world_size, store=FakeStore())
 

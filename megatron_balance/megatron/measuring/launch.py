@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -90,7 +91,8 @@ def _run(command: list[str], environment: Mapping[str, str], log: Path) -> int:
 
 def _account(log: Path, status: int) -> str:
     """The line of the output that says most about a failure."""
-    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    output = re.sub(r"(?m)^\[rank\d+\]: ?", "", log.read_text(errors="replace"))  # torch's mark on a traceback
+    lines = [line.strip() for line in output.splitlines() if line.strip()]
     named = [line for line in lines if "Error" in line.split(":")[0] or line.startswith("megatron-balance: error")]
     reason = (named or lines or ["no output"])[-1]
     return f"the measuring process ended with status {status}: {reason[:300]}"

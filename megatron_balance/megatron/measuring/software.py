@@ -15,10 +15,15 @@ _PACKAGES = ("torch", "megatron-core", "transformer-engine", "flash-attn", "apex
 def device_name() -> str:
     """The GPU of this process, or its CPU and the threads that it uses."""
     if torch.cuda.is_available():
-        local_rank = int(os.environ.get("LOCAL_RANK", 0))  # before Megatron has chosen the device
-        return torch.cuda.get_device_name(local_rank if local_rank < torch.cuda.device_count() else 0)
+        return torch.cuda.get_device_name(local_device())
     threads = torch.get_num_threads()
     return f"CPU, {_cpu_model()}, {threads} thread{'s' * (threads != 1)}"
+
+
+def local_device() -> int:
+    """Number of the GPU that this rank will use, also before Megatron has chosen it."""
+    local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    return local_rank if local_rank < torch.cuda.device_count() else 0  # else each rank sees its own alone
 
 
 def software() -> dict[str, str]:
