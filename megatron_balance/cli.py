@@ -12,9 +12,11 @@ from megatron_balance.errors import BalanceError
 def main(argv: list[str] | None = None) -> int:
     """Run the command; returns the exit status (2 for a user's mistake)."""
     parser = _parser()
-    options = parser.parse_args(argv)
+    options, job = parser.parse_known_args(argv)
+    if job and options.command is not _profile:
+        parser.error(f"unrecognized arguments: {' '.join(job)}")
     try:
-        return options.command(options)
+        return options.command(options, job)
     except BalanceError as error:
         print(f"megatron-balance: error: {error}", file=sys.stderr)
         return 2
@@ -34,13 +36,36 @@ def _parser() -> argparse.ArgumentParser:
         "--megatron-path", metavar="DIR", help="a Megatron-LM checkout (default: the installed megatron-core)"
     )
     doctor.set_defaults(command=_doctor)
+    profile = commands.add_parser(
+        "profile",
+        help="measure what embedding, layers and head of a job cost here, and write a costs file",
+        allow_abbrev=False,
+        usage="%(prog)s [-h] --output FILE [--device auto|cpu|cuda] [SCRIPT] MEGATRON'S FLAGS",
+        description="Measure what embedding, layers and head take forward and backward, and the optimizer, for one rank of any"
+        " tensor-parallel size in a single process, on the model that the flags of a training job describe. SCRIPT is the"
+        " job's training script (default: our own).",
+        epilog="The file is for --balanced-pipeline-costs. Pipeline size, numbers of layers and micro-batches do not matter to"
+        " it; paths to data and checkpoints are not used.",
+    )
+    profile.add_argument("--output", required=True, metavar="FILE", help="where the costs are written (JSON)")
+    profile.add_argument(
+        "--device", default="auto", choices=("auto", "cpu", "cuda"), help="default: a GPU where there is one"
+    )
+    profile.set_defaults(command=_profile)
     return parser
 
 
-def _doctor(options: argparse.Namespace) -> int:
+def _doctor(options: argparse.Namespace, _: list[str]) -> int:
     from megatron_balance.megatron.doctor import examine
 
     return examine(options.megatron_path)
+
+
+def _profile(options: argparse.Namespace, job: list[str]) -> int:
+    from megatron_balance.megatron.measuring.by_hand import profile
+
+    profile(options.output, options.device, job)
+    return 0
 
 
 if __name__ == "__main__":

@@ -77,6 +77,18 @@ class Recompute:
     num_layers: int | None = None
     modules: tuple[str, ...] = ()
 
+    def full_share(self, num_layers: int, num_stages: int) -> float:
+        """Share of the layers that are computed again as a whole.
+
+        The method ``block`` recomputes so many layers of every stage. Which ones depends on the split, so each layer
+        carries its share.
+        """
+        if self.granularity != "full":
+            return 0.0
+        if self.method != "block":
+            return 1.0
+        return min(1.0, self.num_layers * num_stages / num_layers)
+
 
 @dataclass(frozen=True)
 class ModelSpec:
@@ -171,7 +183,7 @@ class ModelSpec:
             kv_channels=_kv_channels(arguments, hidden, heads),
             padded_vocab_size=_padded_vocab_size(arguments),
             seq_length=_size(arguments, "seq_length", "encoder_seq_length"),
-            layers=_layer_kinds(arguments),
+            layers=layer_kinds(arguments),
             max_position_embeddings=_size(arguments, "max_position_embeddings", default=0),
             position_embedding_type=_position_embedding_type(arguments),
             normalization=arguments.get("normalization") or "LayerNorm",
@@ -241,6 +253,13 @@ class ModelSpec:
         """Parameters of layer ``index``, over all tensor- and expert-parallel ranks."""
         mlp = self._moe_parameters if self.layers[index].moe else self._mlp_parameters(self.ffn_hidden_size)
         return 2 * self.norm_parameters + self._attention_parameters + mlp
+
+    def rank_layer_parameters(self, index: int, tensor_size: int) -> int:
+        """Parameters of layer ``index`` on one rank, what tensor parallelism leaves whole counted as if it were split."""
+        if not self.layers[index].moe:
+            return self.layer_parameters(index) // tensor_size
+        routed = self.experts.count * self._mlp_parameters(self.experts.ffn_hidden_size)
+        return (self.layer_parameters(index) - routed) // tensor_size + routed // self.experts.shards
 
     @property
     def fingerprint(self) -> dict[str, int | str | bool | float | None]:
@@ -340,7 +359,8 @@ def _position_embedding_type(arguments: Mapping[str, Any]) -> str:
     return arguments.get("position_embedding_type") or "learned_absolute"
 
 
-def _layer_kinds(arguments: Mapping[str, Any]) -> tuple[LayerKind, ...]:
+def layer_kinds(arguments: Mapping[str, Any]) -> tuple[LayerKind, ...]:
+    """The kind of each transformer layer, from Megatron's arguments by name, validated or not."""
     count = _size(arguments, "num_layers", "encoder_num_layers")
     moe = _per_layer(arguments, "moe_layer_freq", count, lambda every, index: index % every == 0)
     windowed = _per_layer(arguments, "window_attn_skip_freq", count, lambda every, index: (index + 1) % every != 0)

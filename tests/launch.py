@@ -89,6 +89,11 @@ def launch(
     return Run(process.returncode, output, ranks)
 
 
+def dry_run(folder: Path, arguments: list[str], world_size: int = 2, **options) -> Run:
+    """Plan for ``world_size`` processes in a single one; ``options`` are `launch`'s."""
+    return launch(folder, [*arguments, f"--balanced-pipeline-dry-run={world_size}"], torchrun=False, **options)
+
+
 def _wait(process: subprocess.Popen, log: Path, timeout_s: float, kill_when: str | None) -> None:
     if kill_when is None:
         process.wait(timeout_s)

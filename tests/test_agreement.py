@@ -11,7 +11,7 @@ import time
 WORKER = """
 import sys
 from megatron_balance.errors import BalanceError
-from megatron_balance.megatron.agreement import decide_on_rank_0
+from megatron_balance.megatron.agreement import decide_on_rank_0, gather_on_rank_0
 from megatron_balance.reporting import global_rank
 
 def decide():
@@ -21,6 +21,7 @@ def decide():
     return "Ett|tL"
 
 try:
+    gathered = gather_on_rank_0("device", f"device of {global_rank()}")
     text = decide_on_rank_0("plan", decide)
 except BalanceError as error:
     print(f"error: {error}")
@@ -29,7 +30,7 @@ import torch, torch.distributed as dist
 dist.init_process_group("gloo")
 total = torch.ones(1)
 dist.all_reduce(total)
-print(f"{text} {int(total)}")
+print(f"{text} {int(total)} {gathered}")
 dist.destroy_process_group()
 """
 
@@ -50,10 +51,11 @@ def start(outcome: str) -> list[subprocess.Popen]:
     return ranks[::-1]
 
 
-def test_all_ranks_hear_what_rank_0_decides():
-    for process in start("plan"):
+def test_rank_0_hears_all_and_all_hear_what_it_decides():
+    heard = ["Ett|tL 2 ['device of 0', 'device of 1']\n", "Ett|tL 2 []\n"]
+    for process, expected in zip(start("plan"), heard, strict=True):
         output, errors = process.communicate(timeout=120)
-        assert (process.returncode, output) == (0, "Ett|tL 2\n"), errors
+        assert (process.returncode, output) == (0, expected), errors
 
 
 def test_other_ranks_end_soon_when_rank_0_fails():

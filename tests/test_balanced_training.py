@@ -12,7 +12,10 @@ pytestmark = pytest.mark.training
 TOLERANCE = 2e-6  # relative, as fp32 sums in another order allow
 UNTIED = "--num-layers 8 --untie-embeddings-and-output-weights"
 TIED = "--num-layers 8"
-BALANCED = "--balanced-pipeline --balanced-pipeline-head-weight 3,2 --balanced-pipeline-embedding-weight 0.1,0.4"
+BALANCED = (
+    "--balanced-pipeline --balanced-pipeline-costs analytic --balanced-pipeline-head-weight 3,2"
+    " --balanced-pipeline-embedding-weight 0.1,0.4"
+)
 
 
 def largest_difference(losses: list[float], reference: list[float]) -> float:

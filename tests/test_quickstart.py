@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 
@@ -21,6 +22,10 @@ from quickstart import corpus, launch, observations, observed, report  # noqa: E
 from quickstart.observations import Operation, Step  # noqa: E402
 from quickstart.report import BALANCED, UNIFORM, Round  # noqa: E402
 from quickstart.turns import Turns  # noqa: E402
+
+from megatron_balance.costs.chain import ChainCosts, ElementCost  # noqa: E402
+from megatron_balance.pipeline.plan import Plan, make_plan  # noqa: E402
+from megatron_balance.topology import Topology  # noqa: E402
 
 # --- corpus -----------------------------------------------------------------------------------------------------------
 
@@ -108,11 +113,11 @@ def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     monkeypatch.setattr(
         launch,
         "run",
-        lambda commands, progress: seen.update({log.stem: " ".join(one) for log, one in commands.items()}),
+        lambda commands, *_: seen.update({log.stem: " ".join(one) for log, one in commands.items()}),
     )
     job = launch.Job(SIZE, "cpu", tmp_path / "tokens", tmp_path)
     job.start("start", print)
-    job.compare(report.order_of_rounds(SIZE.steps), print)
+    job.compare(report.order_of_rounds(SIZE.steps), print, print)
     return seen
 
 
@@ -144,6 +149,20 @@ def test_a_failing_launch_shows_the_end_of_its_log_and_ends_the_other(tmp_path: 
     with pytest.raises(launch.LaunchFailed, match=r"(?s)no such layer.*status 3.*x\.log"):
         launch.run(commands, lambda text: None)
     assert "no such layer" in failing.read_text()
+
+
+def test_the_second_command_waits_until_it_may_follow(tmp_path: Path) -> None:
+    first, second = tmp_path / "first.log", tmp_path / "second.log"
+    wait = f"import pathlib, time\nwhile not pathlib.Path({str(second)!r}).exists(): time.sleep(0.05)"
+    commands = {first: [sys.executable, "-c", wait], second: [sys.executable, "-c", "print('second')"]}
+    asked: list[bool] = []
+
+    def follows() -> bool:
+        asked.append(first.exists() and not second.exists())
+        return len(asked) == 2
+
+    launch.run(commands, lambda text: None, follows=follows)
+    assert asked == [True, True] and "second" in second.read_text()
 
 
 def test_what_interrupts_a_launch_ends_its_process(tmp_path: Path) -> None:
@@ -189,7 +208,7 @@ def test_one_cpu_of_each_core(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="prctl is Linux")
 def test_a_worker_dies_with_its_parent() -> None:
-    child = "from quickstart.observed import die_with_parent as d; d(); import time; print(flush=True); time.sleep(60)"
+    child = "from megatron_balance.processes import die_with_parent as d; d(); import time; print(flush=True); time.sleep(60)"
     parent = f"""
 import subprocess, sys, time
 child = subprocess.Popen([sys.executable, "-c", {child!r}], stdout=subprocess.PIPE)
@@ -292,6 +311,11 @@ def _round(split: str, duration_s: float, loss: float = 10.0) -> Round:
     return Round(split, (8, 8) if split == UNIFORM else (13, 3), _step(duration_s, loss))
 
 
+def _plan(uniform_step_s: float, step_s: float) -> Plan:
+    costs = ChainCosts(ElementCost(0, 0), (ElementCost(1, 2),) * 16, ElementCost(10, 20), "measured (CPU)")
+    return replace(make_plan(costs, Topology(2, 8), {}), uniform_step_s=uniform_step_s, step_s=step_s)
+
+
 def _rounds(*durations_s: float) -> list[Round]:
     order = report.order_of_rounds(len(durations_s) // 2)
     return [_round(split, one) for split, one in zip(order, durations_s, strict=True)]
@@ -304,10 +328,11 @@ def test_rounds_alternate_within_and_between_pairs() -> None:
 
 def test_the_summary_is_of_medians_without_the_first_and_last_turns() -> None:
     rounds = _rounds(99, 88, 2, 4, 5, 3, 2, 4, 77, 66)  # turns u b, b u, u b, b u, u b; first and last do not count
-    summary = report.summarize(rounds, 1, 1.9, "cpu")
+    summary = report.summarize(rounds, 1, _plan(5.7, 3.0), "cpu")
     assert (summary.uniform_split, summary.balanced_split) == ((8, 8), (13, 3))
     assert (summary.uniform_step_s, summary.balanced_step_s) == (4, 2)
-    assert summary.measured_speedup == 2 and summary.predicted_speedup == 1.9
+    assert summary.measured_speedup == 2 and summary.predicted_speedup == pytest.approx(1.9)
+    assert summary.prediction_over_measured == pytest.approx(1.9 / 2)
     assert summary.pair_speedups == (4 / 2, 5 / 3, 4 / 2)
     assert summary.turn_spread == pytest.approx(2.5 / 2)
     assert summary.uniform_busy_s == pytest.approx((0.6 * 4, 0.4 * 4))
@@ -318,7 +343,7 @@ def test_the_summary_is_of_medians_without_the_first_and_last_turns() -> None:
 @pytest.mark.parametrize(("loss", "agree"), [(10.0, True), (10.0 * (1 + 1e-6), True), (10.0 * (1 - 3e-6), False)])
 def test_the_loss_difference_is_relative_and_of_the_worst_pair(loss: float, agree: bool) -> None:
     rounds = [_round(UNIFORM, 1), _round(BALANCED, 1, loss), *_rounds(1, 1, 1, 1)]
-    summary = report.summarize(rounds, 1, 1.0, "cpu")
+    summary = report.summarize(rounds, 1, _plan(1.0, 1.0), "cpu")
     assert summary.max_loss_difference == pytest.approx(abs(loss - 10) / 10)
     assert summary.losses_agree is agree
 
@@ -328,7 +353,7 @@ def test_the_typical_step_is_one_near_the_median() -> None:
 
 
 def _summary() -> report.Summary:
-    return report.summarize(_rounds(4, 3, 9, 9), 0, 1.3, "cpu")
+    return report.summarize(_rounds(4, 3, 9, 9), 0, _plan(3.9, 3.0), "cpu")
 
 
 def test_the_table_names_splits_and_speedups() -> None:
@@ -336,7 +361,7 @@ def test_the_table_names_splits_and_speedups() -> None:
 
     text = StringIO()
     Console(file=text, width=100).print(report.table(_summary()))
-    for word in ("8 | 8", "13 | 3", "2.400 s ( 60%)", "1.300", "1.333", "0.0e+00"):
+    for word in ("8 | 8", "13 | 3", "2.400 s ( 60%)", "3.900 s", "1.300", "1.333", "0.975", "0.0e+00"):
         assert word in text.getvalue()
 
 

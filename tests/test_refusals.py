@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from launch import TINY, launch
+from launch import TINY, dry_run, launch
 
 from megatron_balance.errors import BalanceError
 from megatron_balance.megatron.arguments import Options
@@ -55,7 +55,12 @@ def prepared(monkeypatch, arguments: list[str], **changes):
         ("--balanced-pipeline-head-weight nan", "head-weight nan"),
         ("--balanced-pipeline-head-weight inf,1", "head-weight inf,1"),
         ("--balanced-pipeline-head-weight 1e16", "at most 1e.06"),
-        ("--balanced-pipeline-plan=", "needs the name of a file"),
+        ("--balanced-pipeline-plan=", "plan needs the name of a file"),
+        ("--balanced-pipeline-costs=", "costs needs the name of a file"),
+        (
+            "--balanced-pipeline-costs profile --balanced-pipeline-device H100",
+            "device H100 is for estimates.*leave one",
+        ),
         ("--balanced-pipeline-dry-run=3", r"dry-run 3: .* multiple of 1 \* 2 \* 1 = 2"),
         ("--num-layers=-4", "--num-layers -4: give 1 or more"),
         ("--balanced-pipeline-embedding-weight 1,2,3", "embedding-weight 1,2,3"),
@@ -150,10 +155,6 @@ def test_help_shows_our_group(tmp_path):
 def test_missing_script_is_refused(tmp_path):
     run = launch(tmp_path, PP2, script="nowhere/pretrain_gpt.py", torchrun=False)
     assert run.status == 2 and "no training script nowhere/pretrain_gpt.py" in run.output
-
-
-def dry_run(folder: Path, arguments: list[str], world_size: int = 2):
-    return launch(folder, [*arguments, f"--balanced-pipeline-dry-run={world_size}"], torchrun=False)
 
 
 def test_dry_run_plans_and_exits(tmp_path):

@@ -196,7 +196,10 @@ def test_what_would_lose_something_is_refused(checkpoint, job, message):
 # Without clipping, because the norm of the gradients is summed stage by stage: another split rounds it otherwise.
 MODEL = [*TINY, *"--num-layers 8 --untie-embeddings-and-output-weights --clip-grad 0".split()]
 PP2 = "--pipeline-model-parallel-size 2"
-WEIGHED = "--balanced-pipeline --balanced-pipeline-head-weight 3,2 --balanced-pipeline-embedding-weight 0.1,0.4"
+WEIGHED = (
+    "--balanced-pipeline --balanced-pipeline-costs analytic --balanced-pipeline-head-weight 3,2"
+    " --balanced-pipeline-embedding-weight 0.1,0.4"
+)
 DISTRIBUTED = "--use-distributed-optimizer"
 VPP2 = "--num-virtual-stages-per-pipeline-rank 2"
 

@@ -6,10 +6,12 @@ expert parallel), dropout, and what happens once a step (gradient synchronisatio
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from megatron_balance import __version__
 from megatron_balance.costs.chain import ChainCosts, ElementCost
 from megatron_balance.costs.devices import Device, Kernel
+from megatron_balance.costs.table import CostTable, ElementCosts, LayerCosts, LengthCost, holds_for, lengths_to_cost
 from megatron_balance.model import LayerKind, ModelSpec
 from megatron_balance.topology import Topology
 
@@ -22,13 +24,44 @@ def analytic_costs(model: ModelSpec, topology: Topology, device: Device) -> Chai
     Raises:
         BalanceError: the device has no matrix products in the model's precision.
     """
+    return analytic_table(model, topology, device).chain(model, topology)
+
+
+def analytic_table(model: ModelSpec, topology: Topology, device: Device) -> CostTable:
+    """The same by kind of element, as a costs file holds it; what follows the pipeline once a step is not estimated.
+
+    Raises:
+        BalanceError: the device has no matrix products in the model's precision.
+    """
     operations = _Operations(model, topology)
-    by_kind = {kind: operations.recomputed_layer(kind).cost(device) for kind in set(model.layers)}
-    return ChainCosts(
-        embedding=operations.embedding().cost(device),
-        layers=tuple(by_kind[kind] for kind in model.layers),
-        head=operations.head().cost(device),
-        source=f"analytic ({device.name})",
+    tensor = topology.tensor_size
+    return CostTable(
+        kind="analytic",
+        device=device.name,
+        embedding=_element(operations.embedding().cost(device), model.embedding_parameters // tensor),
+        layers={str(kind): _layer(model, topology, device, kind) for kind in dict.fromkeys(model.layers)},
+        head=_element(operations.head().cost(device), model.head_parameters // tensor),
+        update_s_per_parameter=None,
+        holds_for=holds_for(model, topology),
+        provenance={},
+        created_by=f"megatron_balance {__version__}",
+    )
+
+
+def _element(cost: ElementCost, parameters: int) -> ElementCosts:
+    return ElementCosts(cost.forward_s, cost.backward_s, None, None, parameters)
+
+
+def _layer(model: ModelSpec, topology: Topology, device: Device, kind: LayerKind) -> LayerCosts:
+    lengths = lengths_to_cost(model.seq_length, topology)
+    costs = [
+        _Operations(replace(model, seq_length=length), topology).recomputed_layer(kind).cost(device)
+        for length in lengths
+    ]
+    return LayerCosts.of(
+        _element(costs[-1], model.rank_layer_parameters(model.layers.index(kind), topology.tensor_size)),
+        [LengthCost(length, cost.forward_s, cost.backward_s) for length, cost in zip(lengths, costs, strict=True)],
+        topology.micro_batch_size,
     )
 
 
@@ -86,7 +119,7 @@ class _Operations:
         return work
 
     def recomputed_layer(self, kind: LayerKind) -> _Work:
-        """A layer, with what it computes again in the backward pass."""
+        """A layer, with what it computes again in the backward pass if it is one of those that do."""
         layer = self.layer(kind)
         return _Work(layer.forward, layer.backward + self._recomputed(kind, layer))
 
@@ -189,25 +222,13 @@ class _Operations:
     def _recomputed(self, kind: LayerKind, layer: _Work) -> tuple[Kernel, ...]:
         recompute = self.model.recompute
         if recompute.granularity == "full":
-            share = self._recomputed_share()
-            return tuple(Kernel(k.bytes_moved * share, k.flops * share, k.dtype) for k in layer.forward)
+            return layer.forward
         again = _Work()
         if "core_attn" in recompute.modules:
             again += self._core_attention(kind.window)
         if ("moe" if kind.moe else "mlp") in recompute.modules:
             again += self._feed_forward(kind)
         return again.forward
-
-    def _recomputed_share(self) -> float:
-        """Share of the layers that full recomputation runs again.
-
-        The method ``block`` recomputes so many layers of every stage. Which ones depends on the split, so each layer
-        carries its share.
-        """
-        recompute, model = self.model.recompute, self.model
-        if recompute.method != "block":
-            return 1.0
-        return min(1.0, recompute.num_layers * self.topology.num_stages / model.num_layers)
 
     # Parts of embedding and head.
 

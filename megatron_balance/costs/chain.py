@@ -10,14 +10,18 @@ from megatron_balance.errors import BalanceError
 
 @dataclass(frozen=True)
 class ElementCost:
-    """Time that one element takes for one micro-batch on one rank, in seconds; forward and backward apart.
+    """Time that one element takes on one rank, in seconds.
 
-    ``backward_s`` includes what the step repeats for each micro-batch after it: recomputation, and adding the weights'
-    gradients to the main gradients.
+    Attributes:
+        forward_s: of one micro-batch.
+        backward_s: of one micro-batch, with what is repeated for each after it: recomputation, and adding the weights'
+            gradients to the main gradients.
+        update_s: once a step, after all micro-batches: its parameters' part of gradient norm and optimizer.
     """
 
     forward_s: float
     backward_s: float
+    update_s: float = 0.0
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -26,10 +30,16 @@ class ElementCost:
 
     @property
     def total_s(self) -> float:
+        """Of one micro-batch, both ways."""
         return self.forward_s + self.backward_s
 
     def __add__(self, other: ElementCost) -> ElementCost:
-        return ElementCost(self.forward_s + other.forward_s, self.backward_s + other.backward_s)
+        return ElementCost(
+            self.forward_s + other.forward_s, self.backward_s + other.backward_s, self.update_s + other.update_s
+        )
+
+    def __mul__(self, times: float) -> ElementCost:
+        return ElementCost(self.forward_s * times, self.backward_s * times, self.update_s * times)
 
 
 @dataclass(frozen=True)
@@ -61,23 +71,23 @@ class ChainCosts:
         return ElementCost(
             sum(layer.forward_s for layer in self.layers) / count,
             sum(layer.backward_s for layer in self.layers) / count,
+            sum(layer.update_s for layer in self.layers) / count,
         )
 
     @property
     def total(self) -> ElementCost:
-        """The whole model, one micro-batch."""
-        count, mean = len(self.layers), self.mean_layer
-        return self.embedding + ElementCost(mean.forward_s * count, mean.backward_s * count) + self.head
+        """The whole model."""
+        return self.embedding + self.mean_layer * len(self.layers) + self.head
 
     def in_layers(self, element: ElementCost) -> tuple[float, float]:
         """Forward and backward cost of ``element`` in units of the mean layer's."""
         mean = self.mean_layer
         return element.forward_s / mean.forward_s, element.backward_s / mean.backward_s
 
-    def from_layers(self, forward: float, backward: float) -> ElementCost:
-        """The cost of ``forward`` and ``backward`` mean layers."""
+    def from_layers(self, forward: float, backward: float, update_s: float = 0.0) -> ElementCost:
+        """The cost of ``forward`` and ``backward`` mean layers, with the update time given."""
         mean = self.mean_layer
-        return ElementCost(forward * mean.forward_s, backward * mean.backward_s)
+        return ElementCost(forward * mean.forward_s, backward * mean.backward_s, update_s)
 
     def with_weights(
         self,
@@ -86,7 +96,7 @@ class ChainCosts:
     ) -> ChainCosts:
         """These costs with the embedding or head replaced by the (forward, backward) weights given, in layers."""
         changes = {
-            name: self.from_layers(*weights)
+            name: self.from_layers(*weights, getattr(self, name).update_s)
             for name, weights in (("embedding", embedding), ("head", head))
             if weights is not None
         }

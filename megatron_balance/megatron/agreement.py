@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -15,28 +16,60 @@ _stores: list[Any] = []  # without a launcher's store rank 0 serves it; it must 
 
 
 def decide_on_rank_0(key: str, decide: Callable[[], str]) -> str:
-    """The text that ``decide`` returns on rank 0, on every rank.
-
-    Uses the rendezvous store of `torch.distributed` (`MASTER_ADDR`, `MASTER_PORT`) under a prefix of its own, which leaves
-    `init_process_group` as it would have been. A single process decides alone.
+    """The text that ``decide`` returns on rank 0, on every rank. A single process decides alone.
 
     Raises:
         BalanceError: on other ranks, when rank 0 stopped before it decided.
     """
-    if int(os.environ.get("WORLD_SIZE", 1)) == 1:
+    if _world_size() == 1:
         return decide()
-    import torch.distributed as dist
-
-    # A launcher's store outlives its workers: another attempt, or another number of them, must not read an old plan.
-    attempt = f"{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}/{os.environ['WORLD_SIZE']}"
-    try:
-        store, _, _ = next(iter(dist.rendezvous("env://", timeout=_TIMEOUT)))
-        _stores.append(store)
-        store = dist.PrefixStore(f"megatron_balance/{attempt}", store)
+    with _asking("rank 0 could not be asked for the pipeline plan; it may have stopped"):
+        store = _store()
         if global_rank() != 0:
             return store.get(key).decode()
-    except RuntimeError as error:
-        raise BalanceError(f"rank 0 could not be asked for the pipeline plan; it may have stopped ({error})") from error
     text = decide()
     store.set(key, text)
     return text
+
+
+def gather_on_rank_0(key: str, text: str) -> list[str]:
+    """The texts of all ranks in their order, on rank 0; elsewhere none.
+
+    Raises:
+        BalanceError: on rank 0, when another rank stopped before it gave its text.
+    """
+    if _world_size() == 1:
+        return [text]
+    with _asking("not all ranks have said what device they have; one may have stopped"):
+        store = _store()
+        if global_rank() != 0:
+            store.set(f"{key}/{global_rank()}", text)
+            return []
+        return [text, *(store.get(f"{key}/{rank}").decode() for rank in range(1, _world_size()))]
+
+
+def _world_size() -> int:
+    return int(os.environ.get("WORLD_SIZE", 1))
+
+
+def _store() -> Any:
+    """The rendezvous store of `torch.distributed` (`MASTER_ADDR`, `MASTER_PORT`) under a prefix of our own.
+
+    `init_process_group` finds it as if we had not been there.
+    """
+    import torch.distributed as dist
+
+    if not _stores:
+        store, _, _ = next(iter(dist.rendezvous("env://", timeout=_TIMEOUT)))
+        _stores.append(store)
+    # A launcher's store outlives its workers: another attempt, or another number of them, must not read an old plan.
+    attempt = f"{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}/{_world_size()}"
+    return dist.PrefixStore(f"megatron_balance/{attempt}", _stores[0])
+
+
+@contextlib.contextmanager
+def _asking(failure: str) -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        raise BalanceError(f"{failure} ({error})") from error

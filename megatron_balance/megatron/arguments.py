@@ -10,6 +10,7 @@ from megatron_balance.costs.devices import Device, device_chosen
 from megatron_balance.errors import BalanceError
 
 FLAG = "--balanced-pipeline"
+PROFILE, ANALYTIC = "profile", "analytic"
 _MOST_LAYERS = 1e6  # as a weight; beyond it the layers vanish in the rounding of sums
 
 
@@ -40,10 +41,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         " the estimate.",
     )
     group.add_argument(
+        f"{FLAG}-costs",
+        metavar="profile|analytic|FILE",
+        help="What the plan stands on: times of the job's own modules, measured here in a process of its own before training"
+        " starts (profile; the default when training, with estimates where it fails), estimates from data sheets (analytic;"
+        " the default of a dry run), or a costs file that `megatron-balance profile` wrote.",
+    )
+    group.add_argument(
         f"{FLAG}-device",
         metavar="NAME",
-        help="Device whose speeds the estimate takes: A100, H100, H200, B200, generic (a GPU), cpu. Default: the one here; give it"
-        " for a dry run on a login node.",
+        help="Plan on estimates for this device: A100, H100, H200, B200, generic (a GPU), cpu. For a dry run on a login node.",
     )
     group.add_argument(
         f"{FLAG}-plan",
@@ -73,6 +80,7 @@ class Options:
 
     Attributes:
         embedding_weight, head_weight: (forward, backward) cost in layers, None for the estimate.
+        costs: ``profile``, ``analytic`` or the name of a costs file; None where the command line does not say.
         device: whose speeds the estimate takes, None for the one here.
         plan_file: where the plan is kept, None for nowhere.
         replan: whether a resumed checkpoint may change its layout.
@@ -81,10 +89,16 @@ class Options:
 
     embedding_weight: tuple[float, float] | None
     head_weight: tuple[float, float] | None
+    costs: str | None
     device: Device | None
     plan_file: str | None
     replan: bool
     dry_run: int | None
+
+    @property
+    def costs_kind(self) -> str:
+        """``costs``, with what holds where the command line does not say."""
+        return self.costs or (PROFILE if self.device is None and self.dry_run is None else ANALYTIC)
 
     @property
     def plans_for_elsewhere(self) -> bool:
@@ -98,7 +112,7 @@ class Options:
         Raises:
             BalanceError: a value is not usable, or an option is given without the flag that it belongs to.
         """
-        names = ("embedding-weight", "head-weight", "device", "plan", "replan", "dry-run")
+        names = ("embedding-weight", "head-weight", "costs", "device", "plan", "replan", "dry-run")
         values = {name: getattr(args, f"balanced_pipeline_{name}".replace("-", "_"), None) for name in names}
         if not getattr(args, "balanced_pipeline", False):
             for name, value in values.items():
@@ -108,11 +122,17 @@ class Options:
         dry_run, device = values["dry-run"], values["device"]
         if dry_run is not None and dry_run < 0:
             raise BalanceError(f"{FLAG}-dry-run {dry_run}: the number of processes must be positive")
-        if values["plan"] == "":
-            raise BalanceError(f"{FLAG}-plan needs the name of a file, not an empty one")
+        for name in ("plan", "costs"):
+            if values[name] == "":
+                raise BalanceError(f"{FLAG}-{name} needs the name of a file, not an empty one")
+        if device is not None and values["costs"] not in (None, ANALYTIC):
+            raise BalanceError(
+                f"{FLAG}-device {device} is for estimates, {FLAG}-costs {values['costs']} takes others: leave one out"
+            )
         return cls(
             embedding_weight=_weight(f"{FLAG}-embedding-weight", values["embedding-weight"]),
             head_weight=_weight(f"{FLAG}-head-weight", values["head-weight"]),
+            costs=values["costs"],
             device=None if device is None else device_chosen(device),
             plan_file=values["plan"],
             replan=bool(values["replan"]),

@@ -13,12 +13,11 @@ from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any
 
-from megatron_balance.costs.analytic import analytic_costs
-from megatron_balance.costs.devices import device_named
 from megatron_balance.errors import BalanceError
 from megatron_balance.megatron import stored_layout
 from megatron_balance.megatron.agreement import decide_on_rank_0
 from megatron_balance.megatron.arguments import FLAG, Options
+from megatron_balance.megatron.job_costs import costs_of_job, say_devices, source_named
 from megatron_balance.megatron.registry import Hook, registry
 from megatron_balance.model import ModelSpec, refuse_uncovered
 from megatron_balance.pipeline.chain import least_layers
@@ -179,7 +178,10 @@ def _agreed_plan(args: Any, options: Options) -> Plan:
     """Rank 0's plan, checked to be for the job that this rank was started for."""
     model, topology = ModelSpec.from_arguments(vars(args)), _topology(args)
     holds_for = {**model.fingerprint, **_given_weights(options)}
-    plan = Plan.from_json(decide_on_rank_0("plan", lambda: _decide(options, model, topology, holds_for).to_json()))
+    say_devices()
+    plan = Plan.from_json(
+        decide_on_rank_0("plan", lambda: _decide(args, options, model, topology, holds_for).to_json())
+    )
     plan.check_fits(holds_for, topology, "rank 0's plan", "start all ranks with the same command line")
     return plan
 
@@ -190,16 +192,16 @@ def _given_weights(options: Options) -> dict[str, str]:
     return {name: f"{weight[0]:g},{weight[1]:g}" for name, weight in weights.items() if weight is not None}
 
 
-def _decide(options: Options, model: ModelSpec, topology: Topology, holds_for: Mapping[str, Scalar]) -> Plan:
+def _decide(args: Any, options: Options, model: ModelSpec, topology: Topology, holds_for: Mapping[str, Scalar]) -> Plan:
     """The stored plan where there is one, else a new one, stored where asked for."""
     path = options.plan_file
     plan = None if path is None else find_plan(path)
     if plan is not None:
-        _check_device(options, plan, path)  # first: another device may differ in more than its name
+        _check_costs(options, plan, path)  # first: another device may differ in more than its name
         plan.check_fits(holds_for, topology, f"the plan file {path}")
         say(f"megatron-balance: plan read from {path}")
         return plan
-    costs = analytic_costs(model, topology, options.device or device_named(_device_name()))
+    costs = costs_of_job(args, options, model, topology)
     costs = costs.with_weights(options.embedding_weight, options.head_weight)
     say(f"megatron-balance: planning {topology.num_stages} stages on costs {costs.source} ...")
     plan = make_plan(costs, topology, holds_for, model.mtp_num_layers)
@@ -209,12 +211,18 @@ def _decide(options: Options, model: ModelSpec, topology: Topology, holds_for: M
     return plan
 
 
-def _check_device(options: Options, plan: Plan, path: str) -> None:
-    """A plan made elsewhere for the job's device is welcome; one for another device than the flag names is not."""
-    if options.device is not None and f"({options.device.name})" not in plan.costs_source:
+def _check_costs(options: Options, plan: Plan, path: str) -> None:
+    """A plan made elsewhere for the job's device is welcome; one on other costs than the flags name is not."""
+    if options.device is not None:
+        asked, wanted = f"{FLAG}-device {options.device.name}", f"analytic ({options.device.name})"
+    elif options.costs is not None:
+        asked, wanted = f"{FLAG}-costs {options.costs}", source_named(options.costs)
+    else:
+        return
+    if not plan.costs_source.startswith(wanted):
         raise BalanceError(
-            f"the plan file {path} stands on other costs, {plan.costs_source}, than {FLAG}-device {options.device.name}"
-            " asks for; delete it to plan afresh, or leave the device out"
+            f"the plan file {path} stands on other costs, {plan.costs_source}, than {asked} asks for; delete it to plan"
+            " afresh, or leave the flag out"
         )
 
 
@@ -243,12 +251,6 @@ def _topology(args: Any) -> Topology:
         data_size=args.data_parallel_size,
         microbatch_group_size=getattr(args, "microbatch_group_size_per_vp_stage", None),
     )
-
-
-def _device_name() -> str:
-    import torch
-
-    return torch.cuda.get_device_name(0) if torch.cuda.is_available() else "cpu"
 
 
 def _update_wandb(args: Any) -> None:

@@ -84,7 +84,7 @@ def _after_globals(args: Any) -> None:
         from megatron_balance.megatron import balanced_pipeline
 
         balanced_pipeline.after_globals(args, options)
-    elif getattr(args, "load", None) is not None:
+    elif (getattr(args, "load", None) or getattr(args, "pretrained_checkpoint", None)) is not None:
         from megatron_balance.megatron import stored_layout
 
         stored_layout.check_without_flag(args)

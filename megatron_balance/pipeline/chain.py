@@ -11,7 +11,7 @@ from megatron_balance.errors import BalanceError
 
 
 def stage_costs(costs: ChainCosts, layers: Sequence[int]) -> tuple[ElementCost, ...]:
-    """Cost of each stage for one micro-batch, with the embedding in the first stage and the head in the last.
+    """Cost of each stage, with the embedding in the first and the head in the last.
 
     Args:
         costs: of the elements.
@@ -20,7 +20,11 @@ def stage_costs(costs: ChainCosts, layers: Sequence[int]) -> tuple[ElementCost, 
     stops = np.cumsum(layers)
     before = prefix_costs(costs)
     seconds = before[:, stops] - before[:, stops - layers] + end_costs(costs, len(layers))
-    return tuple(ElementCost(float(forward), float(backward)) for forward, backward in seconds.T)
+    updates = np.cumsum([0.0, *(layer.update_s for layer in costs.layers)])
+    update = updates[stops] - updates[stops - layers]
+    update[0] += costs.embedding.update_s
+    update[-1] += costs.head.update_s
+    return tuple(ElementCost(*map(float, stage)) for stage in zip(*seconds, update, strict=True))
 
 
 def prefix_costs(costs: ChainCosts) -> np.ndarray:

@@ -6,18 +6,17 @@ import hashlib
 import json
 import os
 import stat
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from megatron_balance import __version__
+from megatron_balance import __version__, reading
 from megatron_balance.costs.chain import ChainCosts, ElementCost
 from megatron_balance.errors import BalanceError
 from megatron_balance.files import write_atomically
-from megatron_balance.pipeline import reading
 from megatron_balance.pipeline.chain import stage_costs, uniform_layers
 from megatron_balance.pipeline.layout import Layout
 from megatron_balance.pipeline.search import find_split
@@ -25,7 +24,7 @@ from megatron_balance.schedule.simulate import Simulator
 from megatron_balance.topology import Topology
 
 _FORMAT = "megatron-balance plan"
-_FORMAT_VERSION = 1
+_FORMAT_VERSION = 2  # 1 had no update_s
 _REMEDY = "delete it to plan afresh, or pass another"
 
 Scalar = int | float | str | bool | None
@@ -39,12 +38,14 @@ class Stage:
         first_layer: index of its first layer, counted from 0.
         layers: how many it has.
         forward_s, backward_s: its seconds for one micro-batch, with embedding or head included.
+        update_s: seconds after all micro-batches, once a step: gradient norm and optimizer; 0 where they are not known.
     """
 
     first_layer: int
     layers: int
     forward_s: float
     backward_s: float
+    update_s: float
 
     @property
     def total_s(self) -> float:
@@ -62,7 +63,7 @@ class Plan:
         embedding_in_layers, head_in_layers: (forward, backward) cost in mean layers.
         costs_source: where the costs come from.
         p2p_s: seconds that a transfer between stages was taken to last.
-        step_s: simulated seconds of a training step.
+        step_s: simulated seconds of a training step, the update of the slowest rank included.
         even_step_s: the same if the work could be cut into equal stages.
         uniform_step_s: the same with Megatron's uniform split; None where Megatron refuses it.
         bound_s: seconds that no split with whole layers can beat.
@@ -101,6 +102,11 @@ class Plan:
         return fingerprint(self.fingerprinted)
 
     @property
+    def update_s(self) -> float:
+        """Seconds of the step that follow the pipeline: those of the rank that updates longest."""
+        return _update_s(self.stages, self.topology.pipeline_size)
+
+    @property
     def max_stage_over_mean(self) -> float:
         """Seconds of the largest stage over those of the mean stage."""
         seconds = [stage.total_s for stage in self.stages]
@@ -113,8 +119,8 @@ class Plan:
 
     @property
     def bubble(self) -> float:
-        """Share of the ranks' time in which they wait."""
-        return 1.0 - sum(self.busy_share) / self.topology.pipeline_size
+        """Share of the ranks' time until the update in which they wait."""
+        return 1.0 - sum(self.busy_share) * self.step_s / (self.topology.pipeline_size * (self.step_s - self.update_s))
 
     def check_fits(
         self, fingerprinted: Mapping[str, Scalar], topology: Topology, name: str = "the plan", remedy: str = _REMEDY
@@ -189,15 +195,19 @@ def make_plan(
     """
     simulator = Simulator(topology, p2p_s)
     split = find_split(costs, simulator)
-    stages = stage_costs(costs, split.layers)
     uniform = uniform_layers(len(costs.layers), topology.num_stages)
-    even = ElementCost(costs.total.forward_s / topology.num_stages, costs.total.backward_s / topology.num_stages)
-    step_s, even_step_s = _step_s(simulator, stages), _step_s(simulator, (even,) * topology.num_stages)
+    uniform_step_s = None if uniform is None else _step_s(simulator, stage_costs(costs, uniform))
+    layers, step_s = split.layers, _step_s(simulator, stage_costs(costs, split.layers))
+    if uniform_step_s is not None and uniform_step_s < step_s:  # by its update, which the search does not see
+        layers, step_s = uniform, uniform_step_s
+    stages = stage_costs(costs, layers)
+    even = (costs.total * (1 / topology.num_stages),) * topology.num_stages
+    even_step_s, even_update_s = _step_s(simulator, even), _update_s(even, topology.pipeline_size)
     return Plan(
         topology=topology,
         stages=tuple(
-            Stage(int(stop) - count, count, stage.forward_s, stage.backward_s)
-            for stop, count, stage in zip(np.cumsum(split.layers), split.layers, stages, strict=True)
+            Stage(int(stop) - count, count, **asdict(stage))
+            for stop, count, stage in zip(np.cumsum(layers), layers, stages, strict=True)
         ),
         mtp_num_layers=mtp_num_layers,
         embedding_in_layers=costs.in_layers(costs.embedding),
@@ -206,9 +216,11 @@ def make_plan(
         p2p_s=float(p2p_s),
         step_s=step_s,
         even_step_s=even_step_s,
-        uniform_step_s=None if uniform is None else _step_s(simulator, stage_costs(costs, uniform)),
-        bound_s=min(split.bound_s, step_s),
-        limited_by=_limited_by(costs, topology, split.layers, step_s, even_step_s),
+        uniform_step_s=uniform_step_s,
+        bound_s=min(split.bound_s + even_update_s, step_s),
+        limited_by=_limited_by(
+            costs, topology, layers, step_s - _update_s(stages, topology.pipeline_size), even_step_s - even_update_s
+        ),
         fingerprinted=dict(fingerprinted),
         created_by=f"megatron_balance {__version__}",
     )
@@ -257,13 +269,19 @@ def load_plan(path: str | os.PathLike[str]) -> Plan:
 
 
 def _step_s(simulator: Simulator, stages: tuple[ElementCost, ...]) -> float:
-    return simulator.step_s([stage.forward_s for stage in stages], [stage.backward_s for stage in stages])
+    """The pipeline's seconds, and after it, when the gradient norm has made all ranks meet, those of the longest update."""
+    pipeline_s = simulator.step_s([stage.forward_s for stage in stages], [stage.backward_s for stage in stages])
+    return pipeline_s + _update_s(stages, simulator.topology.pipeline_size)
+
+
+def _update_s(stages: Sequence[Stage | ElementCost], pipeline_size: int) -> float:
+    return max(sum(stage.update_s for stage in stages[rank::pipeline_size]) for rank in range(pipeline_size))
 
 
 def _limited_by(
     costs: ChainCosts, topology: Topology, layers: tuple[int, ...], step_s: float, even_step_s: float
 ) -> str:
-    """What keeps the step from being shorter: an indivisible element, whole layers, or the bubble alone."""
+    """What keeps the step, the update left out, from being shorter: an indivisible element, whole layers, or the bubble."""
     if topology.num_stages == 1:
         return "the work itself: one rank has the whole model"
     layer_s = costs.mean_layer.total_s
@@ -286,10 +304,7 @@ def _limited_by(
 
 
 def _read_plan(values: dict[str, Any]) -> Plan:
-    if values.get("format") != _FORMAT:
-        raise reading.DamageError(f"is not a plan: its format is {values.get('format')!r}, not {_FORMAT!r}")
-    if values.get("format_version") != _FORMAT_VERSION:
-        raise reading.DamageError(f"has format_version {values.get('format_version')!r}, not {_FORMAT_VERSION}")
+    reading.check_format(values, _FORMAT, _FORMAT_VERSION, "a plan")
     reading.check_keys(values, {*_READERS, "format", "format_version", "layout", "fingerprint"})
     plan = Plan(**{key: reader(values[key], key) for key, reader in _READERS.items()})
     stages = f"{plan.topology.num_stages} stages, as the topology has"
@@ -315,6 +330,7 @@ def _read_stages(value: Any, key: str) -> tuple[Stage, ...]:
         "layers": reading.count,
         "forward_s": reading.number,
         "backward_s": reading.number,
+        "update_s": reading.number,
     }
     reading.checked(value, key, isinstance(value, list), "a list")
     stages = tuple(Stage(**reading.mapping(each, f"{key}[{place}]", readers)) for place, each in enumerate(value))

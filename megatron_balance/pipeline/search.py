@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from megatron_balance.costs.chain import ChainCosts, ElementCost
+from megatron_balance.costs.chain import ChainCosts
 from megatron_balance.kernels import Problem, anneal, judge_all
 from megatron_balance.pipeline.bound import OpenSplits, interleaved_bound_s, smallest_floor, stage_floors
 from megatron_balance.pipeline.chain import end_costs, least_layers, prefix_costs, uniform_layers
@@ -88,17 +88,13 @@ def _problem(costs: ChainCosts, simulator: Simulator) -> Problem:
 
 def _robust_problem(costs: ChainCosts, simulator: Simulator, limit_s: float) -> Problem:
     """The problem of the worst case over HEAD_SCALES, each weighed by an even split's step, within ``limit_s``."""
-    scaled = [replace(costs, head=_scaled(costs.head, scale)) for scale in HEAD_SCALES]
+    scaled = [replace(costs, head=costs.head * scale) for scale in HEAD_SCALES]
     return _problem(costs, simulator)._replace(
         ends=np.stack([end_costs(variant, simulator.topology.num_stages) for variant in scaled]),
         weights=np.array([costs.total.total_s / variant.total.total_s for variant in scaled]),
         limit_s=limit_s,
         tie_weight=_TIE_WEIGHT,
     )
-
-
-def _scaled(element: ElementCost, scale: float) -> ElementCost:
-    return ElementCost(scale * element.forward_s, scale * element.backward_s)
 
 
 def _bound(costs: ChainCosts, simulator: Simulator) -> tuple[float, np.ndarray]:

@@ -26,7 +26,7 @@ def render_plan(plan: Plan, width: int = 100) -> str:
     ]
     outcome = [
         ("balance", f"the largest stage takes {plan.max_stage_over_mean:.2f} times the mean stage"),
-        ("step", f"{_duration(plan.step_s)} simulated; the ranks wait {_percent(plan.bubble)} of it (bubble)"),
+        ("step", _step(plan)),
         ("uniform", _uniform(plan)),
         ("even", f"{_beside(plan.even_step_s, plan)} if the work could be cut anywhere"),
         ("bound", _bound(plan)),
@@ -83,6 +83,17 @@ def _rank_row(plan: Plan, rank: int) -> tuple[str, str, str, str]:
         _duration(sum(stage.forward_s for stage in stages)),
         _duration(sum(stage.backward_s for stage in stages)),
         busy,
+    )
+
+
+def _step(plan: Plan) -> str:
+    waiting = f"the ranks wait {_percent(plan.bubble)} of it (bubble)"
+    if not plan.update_s:
+        return f"{_duration(plan.step_s)} simulated; {waiting}"
+    pipeline_s = plan.step_s - plan.update_s
+    return (
+        f"{_duration(plan.step_s)} simulated: the pipeline {_duration(pipeline_s)}, {waiting}; gradient norm and optimizer"
+        f" {_duration(plan.update_s)}"
     )
 
 

@@ -12,9 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_balance import __version__
+from megatron_balance import __version__, reading
 from megatron_balance.errors import BalanceError
-from megatron_balance.pipeline import reading
 from megatron_balance.pipeline.layout import Layout, parse_layout
 
 FILE_NAME = "megatron_balance.json"

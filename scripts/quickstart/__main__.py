@@ -18,7 +18,7 @@ from pathlib import Path
 from rich.console import Console
 
 from megatron_balance.files import write_atomically
-from megatron_balance.pipeline.plan import load_plan
+from megatron_balance.pipeline.plan import Plan, load_plan
 from quickstart.corpus import Corpus, build_corpus, read_documents, standard_library
 from quickstart.launch import Job, LaunchFailed, Size
 from quickstart.observations import read_run
@@ -31,6 +31,7 @@ from quickstart.report import (
     Round,
     Summary,
     counted,
+    layers_text,
     order_of_rounds,
     summarize,
     table,
@@ -118,7 +119,7 @@ def _compare(out: Path, quick: bool) -> int:
     with _stage("starting checkpoint, from one unsplit run") as progress:
         job.start("start", progress)
     rounds = _rounds(job)
-    summary = summarize(rounds, size.warmup, _predicted_speedup(job.plan), device)
+    summary = summarize(rounds, size.warmup, load_plan(job.plan), device)
     write_atomically(out / "summary.json", json.dumps(summary.to_json(), indent=2) + "\n")
     measured = counted(rounds, size.warmup)
     uniform, balanced = ([one for one in measured if one.split == split] for split in (UNIFORM, BALANCED))
@@ -138,7 +139,7 @@ def _device() -> str:
 
 def _clear(out: Path) -> None:
     """Remove what an earlier, perhaps interrupted, run left, except corpora."""
-    for name in ("start", "observations", "data-cache", "logs"):
+    for name in ("start", "observations", "data-cache", "costs", "logs"):
         shutil.rmtree(out / name, ignore_errors=True)
     for name in ("plan.json", "summary.json", "timelines.png"):
         (out / name).unlink(missing_ok=True)
@@ -149,7 +150,7 @@ def _clear(out: Path) -> None:
 def _stage(name: str) -> Iterator:
     """Show that ``name`` is under way, and how far; a line with its time when it is done."""
     began = time.monotonic()
-    with console.status(name) as status:
+    with console.status(name, refresh_per_second=2) as status:  # drawing takes time from the training
         yield lambda text: status.update(f"{name}: {text}")
     console.print(f"[green]done[/green] {name} [dim]({time.monotonic() - began:.0f} s)[/dim]", highlight=False)
 
@@ -170,15 +171,18 @@ def _corpus(size: Size, out: Path) -> Corpus:
 def _rounds(job: Job) -> list[Round]:
     order = order_of_rounds(job.size.steps)
     with _stage("uniform and balanced in turns, a step each") as progress:
-        job.compare(order, progress)
+        job.compare(order, progress, lambda: _say_prediction(load_plan(job.plan)))
     runs = {split: read_run(job.observations(split)) for split in (UNIFORM, BALANCED)}
     steps = {split: iter(run[1]) for split, run in runs.items()}
     return [Round(split, runs[split][0], next(steps[split])) for split in order]
 
 
-def _predicted_speedup(path: Path) -> float:
-    plan = load_plan(path)
-    return plan.uniform_step_s / plan.step_s
+def _say_prediction(plan: Plan) -> None:
+    console.print(
+        f"     predicted on {plan.costs_source}: uniform {plan.uniform_step_s:.2f} s a step, {layers_text(plan.layers)} layers"
+        f" {plan.step_s:.2f} s, {plan.uniform_step_s / plan.step_s:.3f} times faster",
+        highlight=False,
+    )
 
 
 def _verdict(summary: Summary) -> int:

@@ -15,7 +15,7 @@ from pathlib import Path
 from quickstart.report import BALANCED, UNIFORM
 
 _STEP = re.compile(rb" iteration +(\d+)/ *(\d+) \|")
-_POLL_S = 0.3
+_POLL_S = 1.0
 ENVIRONMENT = {
     "PYTHONUNBUFFERED": "1",
     "OMP_NUM_THREADS": "1",
@@ -80,6 +80,10 @@ class Job:
         return self.out / "plan.json"
 
     @property
+    def costs_cache(self) -> Path:
+        return self.out / "costs"
+
+    @property
     def logs(self) -> Path:
         return self.out / "logs"
 
@@ -97,18 +101,32 @@ class Job:
         saving = ["--save", self.checkpoint, "--save-interval", 1, "--no-save-optim", "--no-save-rng"]
         run({self._log(name): self._command(name, 1, [*self._flags(), *batch, *saving])}, progress)
 
-    def compare(self, order: list[str], progress: Callable[[str], None]) -> None:
+    def compare(self, order: list[str], progress: Callable[[str], None], planned: Callable[[], None]) -> None:
         """Train on two pipeline stages from the starting checkpoint, uniform and balanced in turns.
+
+        The balanced job starts alone: it measures what layers and head cost, which should have the processors for itself.
 
         Args:
             order: the split that trains a step, for each turn.
+            progress: told how far it is.
+            planned: called when there is a plan, before a step is trained.
         """
         size = self.size
         batch = ["--global-batch-size", size.micro_batch * size.microbatches, "--train-iters", size.steps]
         loading = ["--load", self.checkpoint, "--finetune", "--no-load-optim", "--no-load-rng"]
         flags = [*self._flags(), *batch, *loading, "--pipeline-model-parallel-size", 2]
-        ours = {UNIFORM: [], BALANCED: ["--balanced-pipeline", "--balanced-pipeline-plan", self.plan]}
-        run({self._log(split): self._command(split, 2, [*flags, *ours[split]], order) for split in ours}, progress)
+        ours = {BALANCED: ["--balanced-pipeline", "--balanced-pipeline-plan", self.plan], UNIFORM: []}
+        commands = {self._log(split): self._command(split, 2, [*flags, *ours[split]], order) for split in ours}
+        environment = {**ENVIRONMENT, "MEGATRON_BALANCE_CACHE": str(self.costs_cache)}
+
+        def follows() -> bool:
+            if not self.plan.exists():
+                progress("measuring costs and planning")
+                return False
+            planned()
+            return True
+
+        run(commands, progress, environment, follows)
 
     def _flags(self) -> list:
         size = self.size
@@ -134,26 +152,44 @@ class Job:
         torchrun = [sys.executable, "-m", "quickstart.torchrun"]
         # A free port and this machine's own address: other jobs, or a host name that does not resolve, do no harm.
         rendezvous = ["--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", processes]
+        rendezvous += ["--monitor-interval", 2]  # looking after the ranks takes time from them: every 0.1 s by default
         turns = [name, ",".join(order)] if order else []
         target = ["-m", "quickstart.observed", self.observations(name), *turns, "--", "--device", self.device]
         return [str(word) for word in (*torchrun, *rendezvous, *target, *flags)]
 
 
-def run(commands: dict[Path, list[str]], progress: Callable[[str], None]) -> None:
-    """Run ``commands`` side by side to their end, each with all output in its log; ``progress`` hears of the training.
+def run(
+    commands: dict[Path, list[str]],
+    progress: Callable[[str], None],
+    environment: dict[str, str] = ENVIRONMENT,
+    follows: Callable[[], bool] = lambda: True,
+) -> None:
+    """Run ``commands`` side by side to their end, each with all output in its log.
 
     Whatever ends this function early ends the commands too.
+
+    Args:
+        commands: by log file.
+        progress: hears of the training.
+        environment: variables to add.
+        follows: whether the commands behind the first one can be started; asked until they can.
 
     Raises:
         LaunchFailed: the exit status of a command is not 0.
     """
     processes: dict[Path, subprocess.Popen] = {}
+    waiting = list(commands.items())
     try:
-        for log, command in commands.items():
-            processes[log] = _start(command, log)
-        while None in (statuses := [process.poll() for process in processes.values()]) and not any(statuses):
+        while True:
+            while waiting and (not processes or follows()):
+                log, command = waiting.pop(0)
+                processes[log] = _start(command, log, environment)
+            statuses = [process.poll() for process in processes.values()]
+            if any(statuses) or None not in statuses:
+                break
             time.sleep(_POLL_S)
-            progress(min(map(steps_reached, commands), key=lambda reached: reached[0])[1])
+            if not waiting:
+                progress(min(map(steps_reached, commands), key=lambda reached: reached[0])[1])
     finally:
         for process in processes.values():
             stop(process)
@@ -163,13 +199,13 @@ def run(commands: dict[Path, list[str]], progress: Callable[[str], None]) -> Non
             raise LaunchFailed(f"{end}\n\nThis launch failed with status {process.returncode}. Its whole output: {log}")
 
 
-def _start(command: list[str], log: Path) -> subprocess.Popen:
+def _start(command: list[str], log: Path, environment: dict[str, str]) -> subprocess.Popen:
     with log.open("w") as file:
-        file.write(f"$ {' '.join(f'{k}={v}' for k, v in ENVIRONMENT.items())} {shlex.join(command)}\n\n")
+        file.write(f"$ {' '.join(f'{k}={v}' for k, v in environment.items())} {shlex.join(command)}\n\n")
         file.flush()
         return subprocess.Popen(
             command,
-            env=os.environ | ENVIRONMENT,
+            env=os.environ | environment,
             stdin=subprocess.DEVNULL,
             stdout=file,
             stderr=subprocess.STDOUT,

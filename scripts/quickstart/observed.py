@@ -7,15 +7,13 @@ turns it trains a step only when the turn is its JOB's.
 from __future__ import annotations
 
 import atexit
-import ctypes
 import os
-import signal
 import sys
 from pathlib import Path
 
+from megatron_balance.processes import die_with_parent
 from quickstart.turns import Turns
 
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _TOPOLOGY = "/sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
 
 
@@ -48,12 +46,6 @@ def _observe(folder: Path, turns: list[str]) -> None:
     registry.apply(
         Hook("megatron.training.training", "train_step", "taking turns", "waits for its turn", taking.around)
     )
-
-
-def die_with_parent() -> None:
-    """Ask the kernel to kill this process when its parent ends, however that ends. Linux only; elsewhere nothing."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def pin(local_rank: int, processes: int) -> None:

@@ -7,6 +7,7 @@ from statistics import median, quantiles
 
 from rich.table import Table
 
+from megatron_balance.pipeline.plan import Plan
 from quickstart.observations import Step
 
 UNIFORM, BALANCED = "uniform", "balanced"
@@ -36,7 +37,8 @@ class Summary:
     Attributes:
         measured_speedup: ``uniform_step_s / balanced_step_s``.
         pair_speedups: the same for each pair of neighbouring turns.
-        predicted_speedup: by the plan's simulation.
+        predicted_speedup: ``predicted_uniform_step_s / predicted_balanced_step_s``, from the plan, made before training.
+        prediction_over_measured: ``predicted_speedup / measured_speedup``.
         turn_spread: third over first quartile of the step times of a split; 1 on a perfectly quiet machine.
         max_loss_difference: largest ``|balanced - uniform| / |uniform|`` of the same step of a pair.
         uniform_busy_s, balanced_busy_s: time that each stage computes in one step.
@@ -49,7 +51,11 @@ class Summary:
     balanced_step_s: float
     measured_speedup: float
     pair_speedups: tuple[float, ...]
+    predicted_uniform_step_s: float
+    predicted_balanced_step_s: float
     predicted_speedup: float
+    prediction_over_measured: float
+    costs_source: str
     turn_spread: float
     max_loss_difference: float
     uniform_busy_s: tuple[float, ...]
@@ -78,8 +84,9 @@ def counted(rounds: list[Round], warmup: int) -> list[Round]:
     return rounds[2 * warmup : -2]
 
 
-def summarize(rounds: list[Round], warmup: int, predicted_speedup: float, device: str) -> Summary:
+def summarize(rounds: list[Round], warmup: int, plan: Plan, device: str) -> Summary:
     """Compare ``rounds``, which come in pairs as `order_of_rounds` orders them; the losses of all, the times of those `counted`."""
+    predicted_speedup = plan.uniform_step_s / plan.step_s
     every_pair, pairs = _pairs(rounds), _pairs(counted(rounds, warmup))
     uniform, balanced = ([pair[side] for pair in pairs] for side in (0, 1))
     uniform_s, balanced_s = _step_s(uniform), _step_s(balanced)
@@ -90,7 +97,11 @@ def summarize(rounds: list[Round], warmup: int, predicted_speedup: float, device
         balanced_step_s=balanced_s,
         measured_speedup=uniform_s / balanced_s,
         pair_speedups=tuple(one.step.duration_s / other.step.duration_s for one, other in pairs),
+        predicted_uniform_step_s=plan.uniform_step_s,
+        predicted_balanced_step_s=plan.step_s,
         predicted_speedup=predicted_speedup,
+        prediction_over_measured=predicted_speedup * balanced_s / uniform_s,
+        costs_source=plan.costs_source,
         turn_spread=max(_spread(uniform), _spread(balanced)),
         max_loss_difference=max(loss_difference(one.step, other.step) for one, other in every_pair),
         uniform_busy_s=_busy_s(uniform),
@@ -154,10 +165,14 @@ def table(summary: Summary) -> Table:
             _busy_text(uniform_s, summary.uniform_step_s),
             _busy_text(balanced_s, summary.balanced_step_s),
         )
-    result.add_row("step time (median)", f"{summary.uniform_step_s:.3f} s", f"{summary.balanced_step_s:.3f} s")
     result.add_section()
-    result.add_row("speed-up, simulated by the plan", "1", f"{summary.predicted_speedup:.3f}")
+    predicted = (summary.predicted_uniform_step_s, summary.predicted_balanced_step_s)
+    result.add_row("step time, predicted before training", *(f"{step_s:.3f} s" for step_s in predicted))
+    measured = (summary.uniform_step_s, summary.balanced_step_s)
+    result.add_row("step time, measured (median)", *(f"{step_s:.3f} s" for step_s in measured))
+    result.add_row("speed-up, predicted before training", "1", f"{summary.predicted_speedup:.3f}")
     result.add_row("speed-up, measured", "1", f"[bold]{summary.measured_speedup:.3f}[/bold]")
+    result.add_row("  prediction over measurement", "", f"{summary.prediction_over_measured:.3f}")
     pairs = summary.pair_speedups
     result.add_row(f"  least and most of {len(pairs)} pairs of steps", "", f"{min(pairs):.2f} ... {max(pairs):.2f}")
     result.add_row("largest relative loss difference", "", f"{summary.max_loss_difference:.1e}")

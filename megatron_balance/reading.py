@@ -34,6 +34,14 @@ def _refuse_constant(constant: str) -> None:
     raise ValueError(f"{constant} is not a number")
 
 
+def check_format(values: Mapping[str, Any], name: str, version: int, kind: str) -> None:
+    """Refuse a file of another format or version."""
+    if values.get("format") != name:
+        raise DamageError(f"is not {kind}: its format is {values.get('format')!r}, not {name!r}")
+    if values.get("format_version") != version:
+        raise DamageError(f"has format_version {values.get('format_version')!r}, not {version}")
+
+
 def checked(value: T, key: str, valid: bool, expected: str) -> T:
     """``value``, if it is valid."""
     if not valid:

@@ -1,0 +1,130 @@
+"""Starting the measuring process, and keeping what it found."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron_balance.costs.table import CostTable, Scalar, load_costs, save_costs
+from megatron_balance.errors import BalanceError
+
+_MODULE = "megatron_balance.megatron.measuring"
+_TIMEOUT_S = 300.0
+
+
+class MeasurementFailed(Exception):
+    """Why there are no measured costs; the message is for the user."""
+
+
+def measure(
+    script: str | None, arguments: list[str], device: str, world_size: int = 1, local_rank: int = 0
+) -> CostTable:
+    """Measure the costs of a job in a process of its own, which ends with this one.
+
+    Args:
+        script: the job's training script; None for our own.
+        arguments: its command line.
+        device: ``cpu`` or ``cuda``.
+        world_size: ranks of one pipeline stage, whose shapes the process takes on; 1 for as many as the flags need.
+        local_rank: number of the GPU.
+
+    Raises:
+        MeasurementFailed: no process could be started, or it ended without a result.
+    """
+    sizes = {"RANK": 0, "LOCAL_RANK": local_rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
+    environment = {**os.environ, **{name: str(value) for name, value in sizes.items()}}
+    target = ["--device", device, *([script] if script else []), *arguments]
+    with _scratch() as folder:
+        file, log = folder / "costs.json", folder / "output.log"
+        status = _run([sys.executable, "-m", _MODULE, str(file), *target], environment, log)
+        if status != 0 or not file.exists():
+            raise MeasurementFailed(_account(log, status))
+        try:
+            return load_costs(file)
+        except BalanceError as error:
+            raise MeasurementFailed(str(error)) from error
+
+
+@contextlib.contextmanager
+def _scratch() -> Iterator[Path]:
+    try:
+        folder = tempfile.TemporaryDirectory(prefix="megatron-balance-", ignore_cleanup_errors=True)
+    except OSError as error:
+        raise MeasurementFailed(f"no temporary folder can be made ({error.strerror})") from error
+    with folder as name:
+        yield Path(name)
+
+
+def _run(command: list[str], environment: Mapping[str, str], log: Path) -> int:
+    """The command's exit status; it and what it started are ended when it takes too long."""
+    try:
+        with log.open("w") as output:
+            process = subprocess.Popen(
+                command,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # a group of its own, to be ended as one
+            )
+    except OSError as error:
+        raise MeasurementFailed(f"no second process can be started ({error.strerror})") from error
+    try:
+        return process.wait(_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        raise MeasurementFailed(f"it took longer than {_TIMEOUT_S:.0f} s") from None
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def _account(log: Path, status: int) -> str:
+    """The line of the output that says most about a failure."""
+    output = re.sub(r"(?m)^\[rank\d+\]: ?", "", log.read_text(errors="replace"))  # torch's mark on a traceback
+    lines = [line.strip() for line in output.splitlines() if line.strip()]
+    named = [line for line in lines if "Error" in line.split(":")[0] or line.startswith("megatron-balance: error")]
+    reason = (named or lines or ["no output"])[-1]
+    return f"the measuring process ended with status {status}: {reason[:300]}"
+
+
+# --- cache ------------------------------------------------------------------------------------------------------------
+
+
+def cache_file(key: Mapping[str, Any]) -> Path:
+    """Where the costs of ``key`` are kept: in the folder that `MEGATRON_BALANCE_CACHE` names, or in the user's cache."""
+    users = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "megatron_balance"
+    folder = Path(os.environ.get("MEGATRON_BALANCE_CACHE") or users)
+    digest = hashlib.sha256(json.dumps(dict(key), sort_keys=True, default=str).encode()).hexdigest()
+    return folder / f"costs-{digest[:24]}.json"
+
+
+def cached(file: Path, holds_for: Mapping[str, Scalar]) -> CostTable | None:
+    """The costs kept in ``file``; None where there are none, or not what they should be."""
+    try:
+        table = load_costs(file)
+        table.check_fits(holds_for, str(file))
+    except BalanceError:
+        return None
+    return table
+
+
+def keep(file: Path, table: CostTable) -> None:
+    """Keep the costs in ``file``.
+
+    Raises:
+        BalanceError: the cache cannot be written.
+    """
+    with contextlib.suppress(OSError):  # writing says what is wrong
+        file.parent.mkdir(parents=True, exist_ok=True)
+    save_costs(file, table)
