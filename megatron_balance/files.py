@@ -6,6 +6,8 @@ import os
 import time
 from pathlib import Path
 
+from megatron_balance.errors import BalanceError
+
 _STALE_S = 60.0  # a write takes milliseconds; what is older belongs to a process that was killed
 
 
@@ -27,6 +29,30 @@ def write_atomically(path: str | os.PathLike[str], text: str) -> None:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def write_text(path: str | os.PathLike[str], text: str, name: str) -> None:
+    """The same for a file that a user named.
+
+    Raises:
+        BalanceError: ``name``, as "the plan file x.json", cannot be written.
+    """
+    try:
+        write_atomically(path, text)
+    except OSError as error:
+        raise BalanceError(f"{name} cannot be written ({error.strerror}): name another place") from error
+
+
+def read_text(path: str | os.PathLike[str], name: str) -> str:
+    """The text of a file that a user named; bytes that are not UTF-8 are replaced.
+
+    Raises:
+        BalanceError: ``name``, as "the plan file x.json", cannot be read.
+    """
+    try:
+        return Path(path).read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise BalanceError(f"{name} cannot be read ({error.strerror}): pass another") from error
 
 
 def _remove_stale(path: Path) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
-import math
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 Reader = Callable[[Any, str], Any]
 T = TypeVar("T")
+Scalar = int | float | str | bool | None
+_MOST = 2**53  # whole numbers that every JSON reader keeps
 
 
 class DamageError(ValueError):
@@ -62,11 +64,11 @@ def text(value: Any, key: str) -> str:
 
 
 def count(value: Any, key: str) -> int:
-    return checked(value, key, type(value) is int and value >= 0, "a whole number of 0 or more")
+    return checked(value, key, type(value) is int and 0 <= value < _MOST, "a whole number of 0 or more")
 
 
 def number(value: Any, key: str) -> float:
-    valid = type(value) in (int, float) and math.isfinite(value) and value >= 0
+    valid = type(value) in (int, float) and 0 <= value <= sys.float_info.max  # false for NaN
     return float(checked(value, key, valid, "a number of 0 or more"))
 
 
@@ -91,7 +93,7 @@ def mapping(value: Any, key: str, readers: Mapping[str, Reader]) -> dict[str, An
     return {name: reader(value[name], f"{key}.{name}") for name, reader in readers.items()}
 
 
-def scalars(value: Any, key: str) -> dict[str, int | float | str | bool | None]:
+def scalars(value: Any, key: str) -> dict[str, Scalar]:
     """An object of any keys, without lists or objects in it."""
     checked(value, key, isinstance(value, dict), "a mapping")
     for name, scalar in value.items():

@@ -14,9 +14,9 @@ from megatron_balance.costs.analytic import analytic_costs, analytic_table
 from megatron_balance.costs.devices import device_chosen
 from megatron_balance.costs.table import (
     CostTable,
-    ElementCosts,
-    LayerCosts,
-    LengthCost,
+    ElementRow,
+    LayerRow,
+    LengthRow,
     fit_length,
     lengths_to_cost,
     load_costs,
@@ -58,13 +58,13 @@ def measured(
     return CostTable(
         kind="measured",
         device="GPU",
-        embedding=ElementCosts(0.0, 0.0, 0.1, 0.1, embedding),
+        embedding=ElementRow(0.0, 0.0, 0.1, 0.1, embedding),
         layers={
-            "dense": LayerCosts.of(
-                ElementCosts(1.0, 2.0, 0.1, 0.1, layer), [LengthCost(512, 0.5, 1.0), LengthCost(1024, 1.0, 2.0)], 2
+            "dense": LayerRow.of(
+                ElementRow(1.0, 2.0, 0.1, 0.1, layer), [LengthRow(512, 0.5, 1.0), LengthRow(1024, 1.0, 2.0)], 2
             )
         },
-        head=ElementCosts(head_s, 2 * head_s, 0.1, 0.1, head),
+        head=ElementRow(head_s, 2 * head_s, 0.1, 0.1, head),
         update_s_per_parameter=update_s_per_parameter,
         holds_for={},
         provenance={"torch": "2.9"},
@@ -108,7 +108,9 @@ def _set(*path_and_value) -> Callable[[dict], None]:
         (_set("head", "forward_s", float("nan")), "NaN is not a number"),
         (_set("head", "forward_s", float("inf")), "Infinity is not a number"),
         (_set("head", "backward_s", -1.0), r"head\.backward_s is -1\.0, not a number of 0 or more"),
-        (_set("layers", "moe", "forward_s", 0), r"layers\.moe\.forward_s is 0, not a number above 0"),
+        (_set("layers", "moe", "forward_s", 0), r"layers\.moe\.forward_s is 0\.0, not a number above 0"),
+        (_set("head", "forward_s", 10**400), r"forward_s is 1000.*, not a number of 0 or more"),
+        (_set("layers", "moe", "parameters", 10**400), r"parameters is 1000.*, not a whole number"),
         (_set("layers", "moe", "parameters", 1.5), r"layers\.moe\.parameters is 1\.5, not a whole number"),
         (_set("layers", "moe", "forward_fit", [1.0]), r"forward_fit is \[1\.0\], not a pair"),
         (_set("layers", "dense", "by_length", 0, "seq_length", 9999), "not ascending"),

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -30,12 +34,15 @@ def profile(folder: Path, flags: str) -> CostTable:
     return load_costs(file)
 
 
-def measuring_processes() -> list[int]:
-    return [
-        process.pid
-        for process in psutil.process_iter(["cmdline"])
-        if "megatron_balance.megatron.measuring" in (process.info["cmdline"] or [])
-    ]
+def measuring_processes(cache: Path) -> list[psutil.Process]:
+    """Those of jobs whose costs are kept in ``cache``."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            ours = process.environ().get("MEGATRON_BALANCE_CACHE") == str(cache)
+            if ours and "megatron_balance.megatron.measuring" in process.cmdline():
+                found.append(process)
+    return found
 
 
 def test_a_profile_is_of_one_tensor_parallel_rank(tmp_path):
@@ -62,14 +69,27 @@ def test_each_kind_of_layer_is_measured_with_the_experts_of_one_rank(tmp_path):
     assert costs.head.parameters == 128 * 32 + 2 * 32  # weights of its own although they are tied
 
 
+def _until(condition: Callable[[], bool], within_s: float) -> None:
+    deadline = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
 @pytest.fixture(scope="module")
 def kept(tmp_path_factory) -> tuple[Path, Run]:
     """A cache with costs of PP2, and the dry run that measured them, after another that was killed while it measured."""
     folder = tmp_path_factory.mktemp("kept")
     arguments, cache = [*PP2, "--balanced-pipeline-costs", "profile"], folder / "cache"
     environment = {"MEGATRON_BALANCE_CACHE": str(cache)}
-    dry_run(folder / "killed", arguments, environment=environment, kill_when="measuring what")
-    assert not measuring_processes()
+    run = [sys.executable, "-m", "megatron_balance.run", "--device", "cpu", *arguments, "--balanced-pipeline-dry-run"]
+    killed = subprocess.Popen(run, env={**os.environ, **environment}, cwd=folder, stdout=subprocess.DEVNULL)
+    try:
+        _until(lambda: bool(measuring_processes(cache)), within_s=120)
+    finally:
+        killed.kill()  # it alone: what it started ends by itself
+        killed.wait()
+    _until(lambda: not measuring_processes(cache), within_s=30)
     return cache, dry_run(folder / "measured", arguments, environment=environment)
 
 
@@ -94,7 +114,7 @@ def test_measuring_changes_no_loss_by_a_bit(from_checkpoint, checkpoint, tmp_pat
     assert "measured in" in run.output and len(list(cache.iterdir())) == 1
     assert run.ranks[0]["layout"] == estimated.ranks[0]["layout"]
     assert run.losses == estimated.losses
-    assert not measuring_processes()
+    assert not measuring_processes(cache)
 
 
 OUT_OF_MEMORY = """
@@ -110,12 +130,16 @@ def test_where_measuring_fails_estimates_serve_unless_it_was_asked_for(checkpoin
     script = tmp_path / "pretrain.py"
     script.write_text(OUT_OF_MEMORY)
     load = ["--load", str(checkpoint(UNTIED)), "--finetune", "--no-load-optim", "--no-load-rng"]
-    run = trained(launch(tmp_path / "default", [*PP2, *load], 2, script=str(script)))
+    cache = tmp_path / "cache"
+    environment = {"MEGATRON_BALANCE_CACHE": str(cache)}
+    run = trained(launch(tmp_path / "default", [*PP2, *load], 2, script=str(script), environment=environment))
     reason = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 20.00 GiB."
+    assert (cache / "measuring-failed.log").read_text().rstrip().endswith(reason)
     (line,) = [line for line in run.output.splitlines() if "stands on estimates" in line]
     assert line.startswith("megatron-balance: the costs could not be measured") and line.endswith(reason)
     assert "costs       analytic" in run.output and len(run.losses) == 20
-    asked = dry_run(tmp_path / "asked", [*PP2, "--balanced-pipeline-costs", "profile"], script=str(script))
+    profiled = [*PP2, "--balanced-pipeline-costs", "profile"]
+    asked = dry_run(tmp_path / "asked", profiled, script=str(script), environment=environment)
     assert asked.status == 2 and asked.output.count("megatron-balance: error:") == 1 and reason in asked.output
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from megatron_balance import __version__
 from megatron_balance.costs.chain import ChainCosts, ElementCost
 from megatron_balance.costs.devices import Device, Kernel
-from megatron_balance.costs.table import CostTable, ElementCosts, LayerCosts, LengthCost, holds_for, lengths_to_cost
+from megatron_balance.costs.table import CostTable, ElementRow, LayerRow, LengthRow, lengths_to_cost, shapes_of
 from megatron_balance.model import LayerKind, ModelSpec
 from megatron_balance.topology import Topology
 
@@ -42,25 +42,25 @@ def analytic_table(model: ModelSpec, topology: Topology, device: Device) -> Cost
         layers={str(kind): _layer(model, topology, device, kind) for kind in dict.fromkeys(model.layers)},
         head=_element(operations.head().cost(device), model.head_parameters // tensor),
         update_s_per_parameter=None,
-        holds_for=holds_for(model, topology),
+        holds_for=shapes_of(model, topology),
         provenance={},
         created_by=f"megatron_balance {__version__}",
     )
 
 
-def _element(cost: ElementCost, parameters: int) -> ElementCosts:
-    return ElementCosts(cost.forward_s, cost.backward_s, None, None, parameters)
+def _element(cost: ElementCost, parameters: int) -> ElementRow:
+    return ElementRow(cost.forward_s, cost.backward_s, None, None, parameters)
 
 
-def _layer(model: ModelSpec, topology: Topology, device: Device, kind: LayerKind) -> LayerCosts:
+def _layer(model: ModelSpec, topology: Topology, device: Device, kind: LayerKind) -> LayerRow:
     lengths = lengths_to_cost(model.seq_length, topology)
     costs = [
         _Operations(replace(model, seq_length=length), topology).recomputed_layer(kind).cost(device)
         for length in lengths
     ]
-    return LayerCosts.of(
+    return LayerRow.of(
         _element(costs[-1], model.rank_layer_parameters(model.layers.index(kind), topology.tensor_size)),
-        [LengthCost(length, cost.forward_s, cost.backward_s) for length, cost in zip(lengths, costs, strict=True)],
+        [LengthRow(length, cost.forward_s, cost.backward_s) for length, cost in zip(lengths, costs, strict=True)],
         topology.micro_batch_size,
     )
 

@@ -6,7 +6,6 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,19 +13,19 @@ import numpy as np
 from megatron_balance import reading
 from megatron_balance.costs.chain import ChainCosts, ElementCost
 from megatron_balance.errors import BalanceError
-from megatron_balance.files import write_atomically
+from megatron_balance.files import read_text, write_text
 from megatron_balance.model import ModelSpec
+from megatron_balance.reading import Scalar
 from megatron_balance.topology import Topology
-
-Scalar = int | float | str | bool | None
 
 _FORMAT = "megatron-balance costs"
 _FORMAT_VERSION = 1
-KINDS = ("analytic", "measured", "diagnosed")
+_REMEDY = "measure anew (megatron-balance profile) or pass another"
+_KINDS = ("analytic", "measured", "diagnosed")
 
 
 @dataclass(frozen=True)
-class LengthCost:
+class LengthRow:
     """Seconds of one layer for a micro-batch of sequences of ``seq_length`` tokens."""
 
     seq_length: int
@@ -35,7 +34,7 @@ class LengthCost:
 
 
 @dataclass(frozen=True)
-class ElementCosts:
+class ElementRow:
     """What one embedding, layer or head costs a rank.
 
     Attributes:
@@ -52,7 +51,7 @@ class ElementCosts:
 
 
 @dataclass(frozen=True)
-class LayerCosts(ElementCosts):
+class LayerRow(ElementRow):
     """What one transformer layer costs a rank.
 
     Attributes:
@@ -60,12 +59,12 @@ class LayerCosts(ElementCosts):
         forward_fit, backward_fit: (a, b), such that a sequence of s tokens takes about ``a * s + b * s**2`` seconds.
     """
 
-    by_length: tuple[LengthCost, ...]
+    by_length: tuple[LengthRow, ...]
     forward_fit: tuple[float, float]
     backward_fit: tuple[float, float]
 
     @classmethod
-    def of(cls, costs: ElementCosts, by_length: Sequence[LengthCost], micro_batch_size: int) -> LayerCosts:
+    def of(cls, costs: ElementRow, by_length: Sequence[LengthRow], micro_batch_size: int) -> LayerRow:
         """The costs at the model's own length with those at several, for micro-batches of so many sequences, and the fits."""
         lengths = [one.seq_length for one in by_length]
         return cls(
@@ -86,8 +85,8 @@ class CostTable:
         embedding: with fetching the batch, which its stage does.
         layers: by kind of layer, as ``LayerKind`` writes it.
         head: final norm, output layer, loss, and multi-token prediction.
-        update_s_per_parameter: seconds of what follows the pipeline, once a step (gradient norm, optimizer), for each
-            parameter of a rank; None where it is not known.
+        update_s_per_parameter: seconds of a step outside its micro-batches (zeroing gradients, their norm, optimizer) for
+            each parameter of a rank; None where they are not known.
         holds_for: names and values of the shapes and settings that the costs depend on.
         provenance: software versions, samples and whatever else tells how they came about.
         created_by: version of this package.
@@ -95,9 +94,9 @@ class CostTable:
 
     kind: str
     device: str
-    embedding: ElementCosts
-    layers: Mapping[str, LayerCosts]
-    head: ElementCosts
+    embedding: ElementRow
+    layers: Mapping[str, LayerRow]
+    head: ElementRow
     update_s_per_parameter: float | None
     holds_for: Mapping[str, Scalar]
     provenance: Mapping[str, Scalar]
@@ -128,11 +127,11 @@ class CostTable:
         """Where the costs come from, in a few words."""
         return f"{self.kind} ({self.device})"
 
-    def _element(self, costs: ElementCosts) -> ElementCost:
+    def _element(self, costs: ElementRow) -> ElementCost:
         update_s = (self.update_s_per_parameter or 0.0) * costs.parameters
         return ElementCost(costs.forward_s, costs.backward_s, update_s)
 
-    def _layer(self, costs: LayerCosts, recomputed: float) -> ElementCost:
+    def _layer(self, costs: LayerRow, recomputed: float) -> ElementCost:
         """With full recomputation the backward seconds are those of a layer that is computed again; not all of them are."""
         spared_s = costs.forward_s * (1 - recomputed) if self.holds_for.get("recompute_granularity") == "full" else 0.0
         return replace(self._element(costs), backward_s=max(0.0, costs.backward_s - spared_s))
@@ -149,9 +148,7 @@ class CostTable:
             if holds_for.get(key) != self.holds_for.get(key)
         ]
         if differences:
-            raise BalanceError(
-                f"{name} is of other shapes: {'; '.join(differences)}; measure anew (megatron-balance profile) or pass another"
-            )
+            raise BalanceError(f"{name} is of other shapes: {'; '.join(differences)}; {_REMEDY}")
 
     def to_json(self) -> str:
         """The text of a costs file."""
@@ -172,10 +169,10 @@ class CostTable:
         try:
             return _read_table(reading.parse_object(text))
         except reading.DamageError as damage:
-            raise BalanceError(f"{name} {damage}; measure anew (megatron-balance profile) or pass another") from damage
+            raise BalanceError(f"{name} {damage}; {_REMEDY}") from damage
 
 
-def holds_for(model: ModelSpec, topology: Topology) -> dict[str, Scalar]:
+def shapes_of(model: ModelSpec, topology: Topology) -> dict[str, Scalar]:
     """What the costs of one micro-batch on one rank depend on: neither number of layers nor of stages."""
     shapes = {name: value for name, value in model.fingerprint.items() if name != "layers"}
     sizes = {name: getattr(topology, name) for name in ("micro_batch_size", "tensor_size", "context_size")}
@@ -208,11 +205,8 @@ def load_costs(path: str | os.PathLike[str]) -> CostTable:
     Raises:
         BalanceError: it cannot be read, or is not a whole, undamaged costs file.
     """
-    try:
-        text = Path(path).read_text(encoding="utf-8", errors="replace")
-    except OSError as error:
-        raise BalanceError(f"the costs file {path} cannot be read ({error.strerror}): pass another") from error
-    return CostTable.from_json(text, f"the costs file {path}")
+    name = f"the costs file {path}"
+    return CostTable.from_json(read_text(path, name), name)
 
 
 def save_costs(path: str | os.PathLike[str], table: CostTable) -> None:
@@ -221,10 +215,7 @@ def save_costs(path: str | os.PathLike[str], table: CostTable) -> None:
     Raises:
         BalanceError: the folder does not exist or cannot be written.
     """
-    try:
-        write_atomically(path, table.to_json())
-    except OSError as error:
-        raise BalanceError(f"the costs file {path} cannot be written ({error.strerror}): name another place") from error
+    write_text(path, table.to_json(), f"the costs file {path}")
 
 
 def _read_table(values: dict[str, Any]) -> CostTable:
@@ -234,7 +225,7 @@ def _read_table(values: dict[str, Any]) -> CostTable:
 
 
 def _kind(value: Any, key: str) -> str:
-    return reading.checked(value, key, value in KINDS, f"one of {', '.join(KINDS)}")
+    return reading.checked(value, key, value in _KINDS, f"one of {', '.join(_KINDS)}")
 
 
 _ELEMENT: dict[str, reading.Reader] = {
@@ -251,13 +242,13 @@ _LENGTH: dict[str, reading.Reader] = {
 }
 
 
-def _element(value: Any, key: str) -> ElementCosts:
-    return ElementCosts(**reading.mapping(value, key, _ELEMENT))
+def _element(value: Any, key: str) -> ElementRow:
+    return ElementRow(**reading.mapping(value, key, _ELEMENT))
 
 
-def _by_length(value: Any, key: str) -> tuple[LengthCost, ...]:
+def _by_length(value: Any, key: str) -> tuple[LengthRow, ...]:
     reading.checked(value, key, isinstance(value, list), "a list")
-    points = tuple(LengthCost(**reading.mapping(each, f"{key}[{i}]", _LENGTH)) for i, each in enumerate(value))
+    points = tuple(LengthRow(**reading.mapping(each, f"{key}[{i}]", _LENGTH)) for i, each in enumerate(value))
     lengths = [point.seq_length for point in points]
     reading.checked(lengths, f"{key}.seq_length", lengths == sorted(set(lengths)), "ascending")
     return points
@@ -273,9 +264,9 @@ _LAYER: dict[str, reading.Reader] = {
 }
 
 
-def _layers(value: Any, key: str) -> dict[str, LayerCosts]:
+def _layers(value: Any, key: str) -> dict[str, LayerRow]:
     reading.checked(value, key, isinstance(value, dict) and bool(value), "a mapping of at least one kind of layer")
-    return {kind: LayerCosts(**reading.mapping(each, f"{key}.{kind}", _LAYER)) for kind, each in value.items()}
+    return {kind: LayerRow(**reading.mapping(each, f"{key}.{kind}", _LAYER)) for kind, each in value.items()}
 
 
 _READERS: dict[str, reading.Reader] = {

@@ -32,13 +32,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     group.add_argument(
         f"{FLAG}-embedding-weight",
         metavar="W|FWD,BWD",
-        help="Cost of the embedding in layers, as one number or forward and backward apart, instead of the estimate.",
+        help="Cost of the embedding in layers, as one number or forward and backward apart, instead of what it was measured or"
+        " estimated to be.",
     )
     group.add_argument(
         f"{FLAG}-head-weight",
         metavar="W|FWD,BWD",
         help="Cost of final norm, output layer and loss in layers, as one number or forward and backward apart, instead of"
-        " the estimate.",
+        " what it was measured or estimated to be.",
     )
     group.add_argument(
         f"{FLAG}-costs",
@@ -79,7 +80,7 @@ class Options:
     """Our flags, checked.
 
     Attributes:
-        embedding_weight, head_weight: (forward, backward) cost in layers, None for the estimate.
+        embedding_weight, head_weight: (forward, backward) cost in layers, None for what was measured or estimated.
         costs: ``profile``, ``analytic`` or the name of a costs file; None where the command line does not say.
         device: whose speeds the estimate takes, None for the one here.
         plan_file: where the plan is kept, None for nowhere.

@@ -8,16 +8,18 @@ planned one. Megatron builds its model config from the arguments later still.
 from __future__ import annotations
 
 import functools
+import hashlib
 import sys
 from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any
 
 from megatron_balance.errors import BalanceError
+from megatron_balance.files import read_text
 from megatron_balance.megatron import stored_layout
 from megatron_balance.megatron.agreement import decide_on_rank_0
-from megatron_balance.megatron.arguments import FLAG, Options
-from megatron_balance.megatron.job_costs import costs_of_job, say_devices, source_named
+from megatron_balance.megatron.arguments import ANALYTIC, FLAG, PROFILE, Options
+from megatron_balance.megatron.job_costs import costs_of_job, say_devices
 from megatron_balance.megatron.registry import Hook, registry
 from megatron_balance.model import ModelSpec, refuse_uncovered
 from megatron_balance.pipeline.chain import least_layers
@@ -177,8 +179,9 @@ def after_globals(args: Any, options: Options) -> None:
 def _agreed_plan(args: Any, options: Options) -> Plan:
     """Rank 0's plan, checked to be for the job that this rank was started for."""
     model, topology = ModelSpec.from_arguments(vars(args)), _topology(args)
-    holds_for = {**model.fingerprint, **_given_weights(options)}
-    say_devices()
+    holds_for = {**model.fingerprint, **_given_costs(options)}
+    if options.costs_kind == PROFILE:
+        say_devices()
     plan = Plan.from_json(
         decide_on_rank_0("plan", lambda: _decide(args, options, model, topology, holds_for).to_json())
     )
@@ -186,10 +189,14 @@ def _agreed_plan(args: Any, options: Options) -> Plan:
     return plan
 
 
-def _given_weights(options: Options) -> dict[str, str]:
-    """The weights on the command line: part of what a stored plan was made for."""
+def _given_costs(options: Options) -> dict[str, str]:
+    """The costs on the command line: part of what a stored plan was made for."""
     weights = {"embedding_weight": options.embedding_weight, "head_weight": options.head_weight}
-    return {name: f"{weight[0]:g},{weight[1]:g}" for name, weight in weights.items() if weight is not None}
+    given = {name: f"{weight[0]:g},{weight[1]:g}" for name, weight in weights.items() if weight is not None}
+    if options.costs_kind not in (PROFILE, ANALYTIC):
+        content = read_text(options.costs, f"the costs file {options.costs}")
+        given["costs_file"] = hashlib.sha256(content.encode()).hexdigest()[:16]
+    return given
 
 
 def _decide(args: Any, options: Options, model: ModelSpec, topology: Topology, holds_for: Mapping[str, Scalar]) -> Plan:
@@ -215,8 +222,8 @@ def _check_costs(options: Options, plan: Plan, path: str) -> None:
     """A plan made elsewhere for the job's device is welcome; one on other costs than the flags name is not."""
     if options.device is not None:
         asked, wanted = f"{FLAG}-device {options.device.name}", f"analytic ({options.device.name})"
-    elif options.costs is not None:
-        asked, wanted = f"{FLAG}-costs {options.costs}", source_named(options.costs)
+    elif options.costs in (PROFILE, ANALYTIC):
+        asked, wanted = f"{FLAG}-costs {options.costs}", "measured" if options.costs == PROFILE else "analytic"
     else:
         return
     if not plan.costs_source.startswith(wanted):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
 import importlib.util
 import platform
 import sys
@@ -15,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_balance.errors import BalanceError
+from megatron_balance.megatron.measuring.software import version
 from megatron_balance.megatron.registry import Hook
 
 _PACKAGES = ("torch", "megatron-core", "transformer-engine", "flash-attn", "numba", "numpy")
@@ -57,8 +57,10 @@ def _megatron() -> ModuleType:
 def _hooks() -> tuple[Hook, ...]:
     from megatron_balance import cpu
     from megatron_balance.megatron import balanced_pipeline, entry_points, stored_layout
+    from megatron_balance.megatron.measuring.measurement import Measurement
 
-    return (*entry_points.HOOKS, balanced_pipeline.PRINT_ARGS, stored_layout.SAVE, *cpu.HOOKS)
+    ours = (*entry_points.HOOKS, balanced_pipeline.PRINT_ARGS, stored_layout.SAVE)
+    return (*ours, *Measurement(Path("costs.json")).hooks(), *cpu.HOOKS)
 
 
 def _problem(hook: Hook) -> str | None:
@@ -75,7 +77,7 @@ def _software(megatron: ModuleType) -> Table:
     table = Table(title="Software", title_justify="left", show_header=False)
     table.add_row("Python", f"{platform.python_version()} ({sys.executable})")
     for package in _PACKAGES:
-        table.add_row(package, _version(package))
+        table.add_row(package, version(package))
     table.add_row("Megatron in use", f"{megatron.__version__} ({Path(megatron.__file__).parent})")
     helpers = importlib.util.find_spec("megatron.core.datasets.helpers_cpp")
     table.add_row("dataset helpers", "compiled" if helpers else "not compiled yet")
@@ -84,13 +86,6 @@ def _software(megatron: ModuleType) -> Table:
         "GPUs", f"{gpus} x {torch.cuda.get_device_name(0)}" if gpus else "none: training uses the CPU runtime"
     )
     return table
-
-
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "not installed"
 
 
 def _table(hooks: tuple[Hook, ...], problems: list[str | None]) -> Table:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import os
+import importlib.util
 import sys
 import time
 from dataclasses import fields
+from enum import Enum
 from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -14,23 +16,30 @@ from megatron_balance import cpu
 from megatron_balance.costs.analytic import analytic_costs
 from megatron_balance.costs.chain import ChainCosts
 from megatron_balance.costs.devices import device_named
-from megatron_balance.costs.table import CostTable, holds_for, load_costs
+from megatron_balance.costs.table import CostTable, load_costs, save_costs, shapes_of
 from megatron_balance.errors import BalanceError
 from megatron_balance.megatron.agreement import gather_on_rank_0
 from megatron_balance.megatron.arguments import ANALYTIC, FLAG, PROFILE, Options
-from megatron_balance.megatron.measuring.launch import MeasurementFailed, cache_file, cached, keep, measure
+from megatron_balance.megatron.measuring.launch import MeasurementFailed, cache_file, cached, measure
 from megatron_balance.megatron.measuring.software import device_name, software
 from megatron_balance.model import ModelSpec
+from megatron_balance.reading import Scalar
 from megatron_balance.reporting import say
 from megatron_balance.topology import Topology
 
-# Beside Megatron's model config, arguments that change how long an element takes.
-_COUNTS = (
-    "transformer_impl", "optimizer", "use_distributed_optimizer", "data_parallel_size", "clip_grad",
-    "fp16_lm_cross_entropy", "world_size", "untie_embeddings_and_output_weights", "position_embedding_type",
+# Arguments beside Megatron's model config that change how long an element takes.
+_ARGUMENTS = (
+    "transformer_impl", "optimizer", "use_distributed_optimizer", "use_precision_aware_optimizer", "optimizer_cpu_offload",
+    "clip_grad", "fp16_lm_cross_entropy", "position_embedding_type", "create_attention_mask_in_dataloader",
 )  # fmt: skip
-# Fields of that config which say how many stages there are, not what an element of one is.
-_SPLITS = ("num_layers", "pipeline", "virtual", "microbatch_group", "account_for")
+# Fields of that config that say how many layers and stages there are, or cannot matter to one rank.
+_NOT_OF_AN_ELEMENT = {
+    "num_layers", "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage",
+    "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split",
+    "pipeline_model_parallel_size", "pipeline_model_parallel_layout", "virtual_pipeline_model_parallel_size",
+    "microbatch_group_size_per_vp_stage", "batch_p2p_comm", "batch_p2p_sync", "overlap_p2p_comm", "pipeline_dtype",
+    "variable_seq_lengths", "deallocate_pipeline_outputs", "config_logger_dir", "inference_sampling_seed",
+}  # fmt: skip
 
 
 def costs_of_job(args: Any, options: Options, model: ModelSpec, topology: Topology) -> ChainCosts:
@@ -43,30 +52,26 @@ def costs_of_job(args: Any, options: Options, model: ModelSpec, topology: Topolo
         return _estimated(options, model, topology)
     if options.costs_kind != PROFILE:
         table = load_costs(options.costs)
-        table.check_fits(holds_for(model, topology), f"the costs file {options.costs}")
+        table.check_fits(shapes_of(model, topology), f"the costs file {options.costs}")
         return table.chain(model, topology)
     try:
         return _measured(args, model, topology).chain(model, topology)
-    except MeasurementFailed as failure:
+    except Exception as failure:  # whatever it is: no job may fail for want of measured costs
+        known = isinstance(failure, MeasurementFailed | BalanceError)
+        reason = str(failure) if known else f"{type(failure).__name__}: {failure}"
         if options.costs == PROFILE:
             raise BalanceError(
-                f"the costs could not be measured: {failure}. Plan on estimates with {FLAG}-costs {ANALYTIC}, or on a costs"
-                " file"
+                f"the costs could not be measured: {reason}. Plan on estimates with {FLAG}-costs {ANALYTIC}, or on a costs file"
             ) from failure
-        say(f"megatron-balance: the costs could not be measured, so the plan stands on estimates: {failure}")
+        say(f"megatron-balance: the costs could not be measured, so the plan stands on estimates: {reason}")
         return _estimated(options, model, topology)
-
-
-def source_named(costs: str) -> str:
-    """How the source of a plan's costs begins, for a value of `--balanced-pipeline-costs`."""
-    return {PROFILE: "measured", ANALYTIC: "analytic"}.get(costs) or load_costs(costs).source
 
 
 def say_devices() -> None:
     """Let rank 0 say so when the ranks have different devices: each stage's costs are taken to be rank 0's."""
     names = gather_on_rank_0("device", device_name())
     if len(set(names)) > 1:
-        runs = [(name, [rank for rank, _ in run]) for name, run in groupby(enumerate(names), key=lambda pair: pair[1])]
+        runs = [(name, [rank for rank, _ in run]) for name, run in groupby(enumerate(names), key=itemgetter(1))]
         listed = "; ".join(f"{name} on ranks {ranks[0]} to {ranks[-1]}" for name, ranks in runs)
         say(f"megatron-balance: the ranks have different devices, planned as if all were rank 0's: {listed}")
 
@@ -80,49 +85,66 @@ def _estimated(options: Options, model: ModelSpec, topology: Topology) -> ChainC
 
 def _measured(args: Any, model: ModelSpec, topology: Topology) -> CostTable:
     """From the cache, or measured now and kept there."""
-    shapes = holds_for(model, topology)
-    file = cache_file(_key(args, shapes))
+    shapes, script = shapes_of(model, topology), _script()
+    file = cache_file(_key(args, model, shapes, script))
     if table := cached(file, shapes):
         say(f"megatron-balance: costs measured before, kept in {file}")
         return table
     say("megatron-balance: measuring what embedding, layers and head take, in a process of its own ...")
     began_s = time.monotonic()
-    script = sys.argv[0] if Path(sys.argv[0]).is_file() else None
     table = measure(
         script,
         sys.argv[1:],
         device="cpu" if cpu.is_installed() else "cuda",
         world_size=args.world_size // args.pipeline_model_parallel_size,
-        local_rank=int(os.environ.get("LOCAL_RANK", 0)),
     )
     say(f"megatron-balance: measured in {time.monotonic() - began_s:.0f} s")
+    table.check_fits(shapes, "what was measured")
     try:
-        table.check_fits(shapes, "what was measured")
-    except BalanceError as error:
-        raise MeasurementFailed(str(error)) from error
-    try:
-        keep(file, table)
+        save_costs(file, table)
     except BalanceError as error:
         say(f"megatron-balance: the costs are used but not kept for the next start: {error}")
     return table
 
 
-def _key(args: Any, shapes: dict[str, Any]) -> dict[str, Any]:
-    """All that a measurement depends on."""
+def _script() -> str | None:
+    """The training script of this job; None for our own."""
+    path = Path(sys.argv[0]).resolve()
+    own = importlib.util.find_spec("megatron_balance.megatron.pretrain_gpt").origin
+    if path == Path(own).resolve():
+        return None
+    if not path.is_file():
+        raise MeasurementFailed(f"the training script {sys.argv[0]} is no file that a second process could run")
+    return str(path)
+
+
+def _key(args: Any, model: ModelSpec, shapes: dict[str, Scalar], script: str | None) -> dict[str, Any]:
+    """All that a measurement depends on, as JSON can hold it."""
+    import megatron.core
     from megatron.training.arguments import core_transformer_config_from_args
 
     config = core_transformer_config_from_args(args)
-    settings = {field.name: getattr(config, field.name) for field in fields(config)}
-    settings = {name: value for name, value in settings.items() if not any(part in name for part in _SPLITS)}
+    fields_of_element = {field.name for field in fields(config)} - _NOT_OF_AN_ELEMENT
+    shards = args.data_parallel_size if args.use_distributed_optimizer else 1
     return {
         "shapes": shapes,
-        "config": {name: value for name, value in settings.items() if _is_plain(value)},
-        "arguments": {name: getattr(args, name, None) for name in _COUNTS},
-        "script": sys.argv[0],
+        "kinds": sorted({str(kind) for kind in model.layers}),
+        "config": {name: _described(getattr(config, name)) for name in sorted(fields_of_element)},
+        "arguments": {name: _described(getattr(args, name, None)) for name in _ARGUMENTS},
+        "optimizer_shards": shards,
+        "script": script,
+        "megatron": str(Path(megatron.core.__file__).parent),
         "device": device_name(),
         "software": software(),
     }
 
 
-def _is_plain(value: Any) -> bool:
-    return value is None or isinstance(value, bool | int | float | str)
+def _described(value: Any) -> Any:
+    """A setting as JSON can hold it; None for objects without a lasting name."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, Enum):
+        return value.name
+    if isinstance(value, list | tuple):
+        return [_described(each) for each in value]
+    return getattr(value, "__qualname__", None)

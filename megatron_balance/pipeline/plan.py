@@ -8,7 +8,6 @@ import os
 import stat
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,18 +15,17 @@ import numpy as np
 from megatron_balance import __version__, reading
 from megatron_balance.costs.chain import ChainCosts, ElementCost
 from megatron_balance.errors import BalanceError
-from megatron_balance.files import write_atomically
+from megatron_balance.files import read_text, write_text
 from megatron_balance.pipeline.chain import stage_costs, uniform_layers
 from megatron_balance.pipeline.layout import Layout
 from megatron_balance.pipeline.search import find_split
+from megatron_balance.reading import Scalar
 from megatron_balance.schedule.simulate import Simulator
 from megatron_balance.topology import Topology
 
 _FORMAT = "megatron-balance plan"
 _FORMAT_VERSION = 2  # 1 had no update_s
 _REMEDY = "delete it to plan afresh, or pass another"
-
-Scalar = int | float | str | bool | None
 
 
 @dataclass(frozen=True)
@@ -232,10 +230,7 @@ def save_plan(path: str | os.PathLike[str], plan: Plan) -> None:
     Raises:
         BalanceError: the folder does not exist or cannot be written.
     """
-    try:
-        write_atomically(path, plan.to_json())
-    except OSError as error:
-        raise BalanceError(f"the plan file {path} cannot be written ({error.strerror}): name another place") from error
+    write_text(path, plan.to_json(), f"the plan file {path}")
 
 
 def find_plan(path: str | os.PathLike[str]) -> Plan | None:
@@ -261,11 +256,8 @@ def load_plan(path: str | os.PathLike[str]) -> Plan:
     Raises:
         BalanceError: it cannot be read, or is not a whole, undamaged plan.
     """
-    try:
-        text = Path(path).read_text(encoding="utf-8", errors="replace")
-    except OSError as error:
-        raise BalanceError(f"the plan file {path} cannot be read ({error.strerror}): pass another") from error
-    return Plan.from_json(text, f"the plan file {path}")
+    name = f"the plan file {path}"
+    return Plan.from_json(read_text(path, name), name)
 
 
 def _step_s(simulator: Simulator, stages: tuple[ElementCost, ...]) -> float:

@@ -7,7 +7,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from megatron_balance.costs.table import CostTable, ElementCosts, LayerCosts, save_costs
+from megatron_balance.costs.table import CostTable, ElementRow, LayerRow, save_costs
 from megatron_balance.errors import BalanceError
 from megatron_balance.megatron.measuring.launch import MeasurementFailed, measure
 
@@ -31,18 +31,12 @@ def profile(output: str, device: str, job: list[str]) -> None:
     console = Console()
     try:
         with console.status("measuring"):
-            table = measure(script, flags, _device(device))
+            table = measure(script, flags, device)
     except MeasurementFailed as failure:
         raise BalanceError(f"the costs could not be measured: {failure}") from failure
     save_costs(output, table)
     console.print(_shown(table))
     console.print(f"written to {output}", highlight=False, soft_wrap=True)
-
-
-def _device(asked: str) -> str:
-    import torch
-
-    return ("cuda" if torch.cuda.is_available() else "cpu") if asked == "auto" else asked
 
 
 def _shown(costs: CostTable) -> Table:
@@ -60,7 +54,7 @@ def _shown(costs: CostTable) -> Table:
     return table
 
 
-def _row(element: ElementCosts, unit: LayerCosts) -> tuple[str, ...]:
+def _row(element: ElementRow, unit: LayerRow) -> tuple[str, ...]:
     spreads = [spread for spread in (element.forward_spread, element.backward_spread) if spread is not None]
     return (
         f"{element.forward_s * 1e3:.4g} ms",

@@ -57,6 +57,7 @@ class Clock:
         """Hook the modules of a `GPTModel` that holds embedding, layers and head."""
         layers, head = list(model.decoder.layers), model.decoder.final_layernorm
         self._elements = len(layers) + 2
+        # Where layers are recomputed the first one's input may be another tensor than the embedding's output.
         model.embedding.register_forward_hook(lambda module, inputs, output: self._await_gradient(1, output))
         for border, module in enumerate([*layers, head], start=1):
             module.register_forward_pre_hook(self._before(border), with_kwargs=True)

@@ -11,12 +11,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_balance.costs.table import Scalar, holds_for, lengths_to_cost
+from megatron_balance.costs.table import lengths_to_cost, shapes_of
 from megatron_balance.megatron.measuring.software import local_device
 from megatron_balance.model import LayerKind, ModelSpec, layer_kinds
+from megatron_balance.reading import Scalar
 from megatron_balance.topology import Topology
 
-_COPIES = 2  # of each kind of layer: the first of a chain is not like those behind it
+_COPIES = 2  # of each kind of layer, whose mean counts: the first of a stage is slower than those behind it
 
 # What a measurement must not do, or what cannot work on one rank. Names that a Megatron does not have are passed over.
 _OVERRIDES: dict[str, Any] = {
@@ -46,6 +47,10 @@ _OVERRIDES: dict[str, Any] = {
     "wandb_project": "",
     "mock_data": True,
     "sft": False,
+    "fim_data": False,
+    "moe_use_upcycling": False,
+    "eval_micro_batch_size": None,
+    "eval_global_batch_size": None,
     "dataloader_inter_document_masking": False,
     "data_path": None,
     "train_data_path": None,
@@ -59,6 +64,12 @@ _OVERRIDES: dict[str, Any] = {
     "rampup_batch_size": None,
     "step_batch_size_schedule": None,
     "decrease_batch_size_if_needed": False,
+    # The same arithmetic, but the weights stay: routing does not drift, and no step is skipped while fp16 finds its scale.
+    "lr": 0.0,
+    "min_lr": 0.0,
+    "lr_warmup_init": 0.0,
+    "initial_loss_scale": 1.0,
+    "min_loss_scale": 1.0,
     "lr_decay_style": "constant",
     "lr_decay_iters": None,
     "lr_decay_samples": None,
@@ -80,9 +91,24 @@ _OVERRIDES: dict[str, Any] = {
     "check_for_spiky_loss": False,
     "profile": False,
     "log_straggler": False,
-    "enable_ft_package": False,
-    "inprocess_restart": False,
     "perform_rl_step": False,
+    "enable_one_logger": False,
+    "otel_enabled": False,
+    "config_logger_dir": "",
+    "dump_param_to_param_group_map": None,
+    "record_memory_history": False,
+    "moe_routing_trace_path": None,
+    "run_workload_inspector_server": False,
+    "gpu_sniff_test_interval": None,
+    "fault_injector_ranks": None,
+    "fault_injector_num_ranks": None,
+    "log_energy": False,
+    "log_memory_interval": None,
+    "save_params_interval": None,
+    "save_wgrads_interval": None,
+    "save_dgrads_interval": None,
+    "logits_save_dir": None,
+    "replication": False,
     # Captured graphs would run past the hooks, and overlapped communication past a group that does not communicate.
     "cuda_graph_impl": "none",
     "enable_cuda_graph": False,
@@ -93,7 +119,13 @@ _OVERRIDES: dict[str, Any] = {
     "overlap_p2p_comm": False,
     "overlap_moe_expert_parallel_comm": False,
     "delay_wgrad_compute": False,
+    "ep_overlap_early_attn_memory_release": False,
     "tp_comm_overlap": False,
+    "nccl_ub": False,
+    # What goes by a layer's number means nothing in a chain of few.
+    "no_rope_freq": None,
+    "first_last_layers_bf16": False,
+    "moe_router_force_load_balancing": True,
 }
 
 
@@ -118,7 +150,7 @@ class Shrunk:
         from megatron.training import get_args
 
         arguments = {**vars(get_args()), **self.given}
-        return holds_for(ModelSpec.from_arguments(arguments), _microbatch(arguments))
+        return shapes_of(ModelSpec.from_arguments(arguments), _microbatch(arguments))
 
 
 def shrink(args: Any, full_length_passes: int) -> Shrunk:
@@ -137,6 +169,12 @@ def shrink(args: Any, full_length_passes: int) -> Shrunk:
         if name in before:
             setattr(args, name, value)
     _build_layers(args, layers)
+    if (
+        args.recompute_method == "block"
+    ):  # all layers alike; `CostTable.chain` takes off what a stage does not recompute
+        args.recompute_method, args.recompute_num_layers = "uniform", 1
+    if isinstance(getattr(args, "cp_comm_type", None), list):  # one for each layer of the job
+        args.cp_comm_type = args.cp_comm_type[:1]
     replica = args.tensor_model_parallel_size * args.context_parallel_size
     args.world_size = max(args.world_size, replica)
     args.global_batch_size = args.micro_batch_size * (args.world_size // replica) * len(lengths)
@@ -176,6 +214,11 @@ def _keep_local_experts(args: Any) -> None:
             f"a rank holds {local} of the {args.num_experts} experts, fewer than a token visits ({args.moe_router_topk})"
         )
     args.expert_model_parallel_size, args.num_experts = 1, local
+    if getattr(args, "moe_token_dispatcher_type", None) == "flex":  # its kernels talk to other ranks
+        args.moe_token_dispatcher_type = "alltoall"
+        for name in ("moe_enable_deepep", "moe_flex_dispatcher_backend"):
+            if hasattr(args, name):
+                setattr(args, name, None)
     for name in ("moe_router_num_groups", "moe_router_group_topk"):  # groups are ranks
         if shards > 1 and hasattr(args, name):
             setattr(args, name, None)

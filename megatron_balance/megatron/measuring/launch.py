@@ -15,38 +15,41 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_balance.costs.table import CostTable, Scalar, load_costs, save_costs
+from megatron_balance.costs.table import CostTable, load_costs
 from megatron_balance.errors import BalanceError
+from megatron_balance.files import write_atomically
+from megatron_balance.reading import Scalar
 
 _MODULE = "megatron_balance.megatron.measuring"
 _TIMEOUT_S = 300.0
+# Flags that act before arguments can be changed: they would speak to the services that watch over the real job.
+_TOO_EARLY = ("--enable-ft-package", "--inprocess-restart")
+_TELEMETRY = ("MEGATRON_OTEL", "NEMO_LENS")
 
 
 class MeasurementFailed(Exception):
     """Why there are no measured costs; the message is for the user."""
 
 
-def measure(
-    script: str | None, arguments: list[str], device: str, world_size: int = 1, local_rank: int = 0
-) -> CostTable:
+def measure(script: str | None, arguments: list[str], device: str, world_size: int = 1) -> CostTable:
     """Measure the costs of a job in a process of its own, which ends with this one.
 
     Args:
         script: the job's training script; None for our own.
         arguments: its command line.
-        device: ``cpu`` or ``cuda``.
+        device: ``auto``, ``cpu`` or ``cuda``; which GPU says `LOCAL_RANK`.
         world_size: ranks of one pipeline stage, whose shapes the process takes on; 1 for as many as the flags need.
-        local_rank: number of the GPU.
 
     Raises:
         MeasurementFailed: no process could be started, or it ended without a result.
     """
-    sizes = {"RANK": 0, "LOCAL_RANK": local_rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
-    environment = {**os.environ, **{name: str(value) for name, value in sizes.items()}}
-    target = ["--device", device, *([script] if script else []), *arguments]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(_TELEMETRY)}
+    environment |= {"RANK": "0", "WORLD_SIZE": str(world_size)}
+    flags = [flag for flag in arguments if flag not in _TOO_EARLY]
     with _scratch() as folder:
         file, log = folder / "costs.json", folder / "output.log"
-        status = _run([sys.executable, "-m", _MODULE, str(file), *target], environment, log)
+        target = [str(file), "--device", device, *([script] if script else []), *flags]
+        status = _run([sys.executable, "-m", _MODULE, str(os.getpid()), *target], environment, log)
         if status != 0 or not file.exists():
             raise MeasurementFailed(_account(log, status))
         try:
@@ -84,47 +87,50 @@ def _run(command: list[str], environment: Mapping[str, str], log: Path) -> int:
     except subprocess.TimeoutExpired:
         raise MeasurementFailed(f"it took longer than {_TIMEOUT_S:.0f} s") from None
     finally:
-        with contextlib.suppress(ProcessLookupError):
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # it has ended, or some systems' word for that
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
 
 
 def _account(log: Path, status: int) -> str:
-    """The line of the output that says most about a failure."""
+    """The line of the output that says most about a failure, and where the rest is kept."""
     output = re.sub(r"(?m)^\[rank\d+\]: ?", "", log.read_text(errors="replace"))  # torch's mark on a traceback
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     named = [line for line in lines if "Error" in line.split(":")[0] or line.startswith("megatron-balance: error")]
     reason = (named or lines or ["no output"])[-1]
-    return f"the measuring process ended with status {status}: {reason[:300]}"
+    kept = cache_folder() / "measuring-failed.log"
+    try:
+        write_atomically(kept, output)
+    except OSError:
+        kept = None
+    return (
+        f"the measuring process ended with status {status}{f' (whole output: {kept})' if kept else ''}: {reason[:300]}"
+    )
 
 
 # --- cache ------------------------------------------------------------------------------------------------------------
 
 
-def cache_file(key: Mapping[str, Any]) -> Path:
-    """Where the costs of ``key`` are kept: in the folder that `MEGATRON_BALANCE_CACHE` names, or in the user's cache."""
+def cache_folder() -> Path:
+    """What `MEGATRON_BALANCE_CACHE` names, or a folder in the user's cache; made where possible."""
     users = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "megatron_balance"
     folder = Path(os.environ.get("MEGATRON_BALANCE_CACHE") or users)
-    digest = hashlib.sha256(json.dumps(dict(key), sort_keys=True, default=str).encode()).hexdigest()
-    return folder / f"costs-{digest[:24]}.json"
+    with contextlib.suppress(OSError):  # whoever writes there says what is wrong
+        folder.mkdir(parents=True, exist_ok=True)
+    return folder
 
 
-def cached(file: Path, holds_for: Mapping[str, Scalar]) -> CostTable | None:
+def cache_file(key: Mapping[str, Any]) -> Path:
+    """Where the costs of ``key``, which JSON can hold, are kept."""
+    digest = hashlib.sha256(json.dumps(dict(key), sort_keys=True).encode()).hexdigest()
+    return cache_folder() / f"costs-{digest[:24]}.json"
+
+
+def cached(file: Path, shapes: Mapping[str, Scalar]) -> CostTable | None:
     """The costs kept in ``file``; None where there are none, or not what they should be."""
     try:
         table = load_costs(file)
-        table.check_fits(holds_for, str(file))
+        table.check_fits(shapes, str(file))
     except BalanceError:
         return None
     return table
-
-
-def keep(file: Path, table: CostTable) -> None:
-    """Keep the costs in ``file``.
-
-    Raises:
-        BalanceError: the cache cannot be written.
-    """
-    with contextlib.suppress(OSError):  # writing says what is wrong
-        file.parent.mkdir(parents=True, exist_ok=True)
-    save_costs(file, table)

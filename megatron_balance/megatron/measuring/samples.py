@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from statistics import median, quantiles
+from statistics import mean, median, quantiles
 from typing import Any
 
 from megatron_balance import __version__
-from megatron_balance.costs.table import CostTable, ElementCosts, LayerCosts, LengthCost
+from megatron_balance.costs.table import CostTable, ElementRow, LayerRow, LengthRow
 from megatron_balance.megatron.measuring.clock import PassTimes
 from megatron_balance.megatron.measuring.job import Shrunk
 from megatron_balance.megatron.measuring.software import device_name, software
@@ -52,11 +52,11 @@ class Samples:
             created_by=f"megatron_balance {__version__}",
         )
 
-    def _element(self, passes: list[PassTimes], elements: list[int]) -> ElementCosts:
-        """Elements that are alike, over their micro-batches."""
-        forward_s = [one.forward_s[element] for one in passes for element in elements]
-        backward_s = [one.backward_s[element] for one in passes for element in elements]
-        return ElementCosts(
+    def _element(self, passes: list[PassTimes], elements: list[int]) -> ElementRow:
+        """Of a micro-batch the mean over elements that are alike, and over the micro-batches the median."""
+        forward_s = [mean(one.forward_s[element] for element in elements) for one in passes]
+        backward_s = [mean(one.backward_s[element] for element in elements) for one in passes]
+        return ElementRow(
             median(forward_s),
             median(backward_s),
             _spread(forward_s),
@@ -64,11 +64,11 @@ class Samples:
             parameters=self._of_element[elements[0]],
         )
 
-    def _layer(self, elements: list[int]) -> LayerCosts:
+    def _layer(self, elements: list[int]) -> LayerRow:
         by_length = {length: self._element(passes, elements) for length, passes in self._by_length.items()}
-        return LayerCosts.of(
+        return LayerRow.of(
             by_length[max(by_length)],
-            [LengthCost(length, one.forward_s, one.backward_s) for length, one in by_length.items()],
+            [LengthRow(length, one.forward_s, one.backward_s) for length, one in by_length.items()],
             self._shrunk.micro_batch_size,
         )
 

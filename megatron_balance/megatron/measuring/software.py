@@ -29,10 +29,10 @@ def local_device() -> int:
 def software() -> dict[str, str]:
     """Versions of what computes, as text."""
     versions = {"python": platform.python_version(), "cuda": str(torch.version.cuda)}
-    return versions | {package: _version(package) for package in _PACKAGES}
+    return versions | {package: version(package) for package in _PACKAGES}
 
 
-def _version(package: str) -> str:
+def version(package: str) -> str:
     if package == "torch":
         return torch.__version__
     if package == "megatron-core":  # a checkout's, not the installed one's
@@ -42,7 +42,7 @@ def _version(package: str) -> str:
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
-        return "none"
+        return "not installed"
 
 
 def _cpu_model() -> str:
