@@ -99,6 +99,7 @@ def adapt_arguments(args: Any) -> None:
         "gradient_accumulation_fusion": False,
         "no_persist_layer_norm": True,
         "masked_softmax_fusion": False,
+        "apply_rope_fusion": False,
     }
     changed = {name: value for name, value in wanted.items() if getattr(args, name, value) != value}
     for name, value in changed.items():
