@@ -76,10 +76,7 @@ class StoredLayout:
 
 
 def _read(values: Mapping[str, Any]) -> StoredLayout:
-    if values.get("format") != _FORMAT:
-        raise reading.DamageError(f"is not a stored layout: its format is {values.get('format')!r}, not {_FORMAT!r}")
-    if values.get("format_version") != _FORMAT_VERSION:
-        raise reading.DamageError(f"has format_version {values.get('format_version')!r}, not {_FORMAT_VERSION}")
+    reading.check_format(values, _FORMAT, _FORMAT_VERSION, "a stored layout")
     reading.check_keys(
         values, ("format", "format_version", "layout", "layers", "pipeline_size", "virtual_size", "created_by")
     )
