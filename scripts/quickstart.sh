@@ -19,13 +19,16 @@ What it does:
   2. builds a corpus from Python's own standard library: a byte-level BPE tokenizer, a Megatron indexed dataset
      (kept and used again)
   3. writes a starting checkpoint with one unsplit run
-  4. trains from it on two processes: uniform, balanced, balanced, uniform, ...
-  5. compares step times and losses
+  4. starts training with --balanced-pipeline on two processes, which measures what layers and head cost here, plans, and
+     predicts the step times of both splits
+  5. starts training with the uniform split on two more; both train in turns, a step each
+  6. compares step times, with each other and with the prediction, and losses
 
 What it leaves in the folder:
-  summary.json   splits, step times, simulated and measured speed-up, largest relative loss difference, every round
+  summary.json   splits, predicted and measured step times and speed-up, largest relative loss difference, every round
   timelines.png  both pipelines during one typical step
   plan.json      the balanced plan, as --balanced-pipeline-plan wrote it
+  costs/         the measured costs that it stands on
   logs/          the command and full output of every launch
 
 Exit status: 0 when it ran and the losses agree; 1 when a launch failed or the losses differ; 2 for a wrong argument.

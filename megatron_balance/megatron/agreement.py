@@ -23,7 +23,7 @@ def decide_on_rank_0(key: str, decide: Callable[[], str]) -> str:
     """
     if _world_size() == 1:
         return decide()
-    with _asking("rank 0 could not be asked for the pipeline plan; it may have stopped"):
+    with _asking(f"rank 0 could not be asked for the {key}; it may have stopped"):
         store = _store()
         if global_rank() != 0:
             return store.get(key).decode()

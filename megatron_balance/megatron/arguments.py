@@ -56,13 +56,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     group.add_argument(
         f"{FLAG}-plan",
         metavar="FILE",
-        help="Keep the plan in FILE (JSON): reused when it exists and is of this model and topology, written when absent.",
+        help="Keep the plan in FILE (JSON): read when it exists, where it must be of this model, topology and costs, and written"
+        " when a plan is made.",
     )
     group.add_argument(
         f"{FLAG}-replan",
         action="store_true",
         default=None,
-        help="Plan afresh although a checkpoint with optimizer state is resumed, which otherwise keeps its layout.",
+        help="Use the plan (of the plan file, or made afresh) although a checkpoint with optimizer state is resumed, which"
+        " otherwise keeps its layout; refused where that state is tied to it.",
     )
     group.add_argument(
         f"{FLAG}-dry-run",
@@ -70,7 +72,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         nargs="?",
         const=0,
         metavar="WORLD_SIZE",
-        help="Print the plan for WORLD_SIZE processes (default: one model replica) and exit, in a single process.",
+        help="Print the plan for WORLD_SIZE processes (default: one model replica), or with --load the layout that a resume"
+        " keeps, and exit, in a single process.",
     )
     return parser
 

@@ -159,6 +159,8 @@ def after_globals(args: Any, options: Options) -> None:
         SystemExit: the end of a dry run.
     """
     if not _is_ours(args):  # one pipeline stage
+        stored_layout.check_without_flag(args)
+        registry.apply(stored_layout.SAVE)
         return
     layout, plan = stored_layout.layout_to_keep(args, options), None
     if layout is None:

@@ -12,6 +12,8 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from megatron_balance import cpu
 from megatron_balance.costs.analytic import analytic_costs
 from megatron_balance.costs.chain import ChainCosts
@@ -29,7 +31,8 @@ from megatron_balance.topology import Topology
 
 # Arguments beside Megatron's model config that change how long an element takes.
 _ARGUMENTS = (
-    "transformer_impl", "optimizer", "use_distributed_optimizer", "use_precision_aware_optimizer", "optimizer_cpu_offload",
+    "transformer_impl", "optimizer", "use_distributed_optimizer", "use_precision_aware_optimizer",
+    "optimizer_cpu_offload", "main_params_dtype", "main_grads_dtype", "exp_avg_dtype", "exp_avg_sq_dtype",
     "clip_grad", "fp16_lm_cross_entropy", "position_embedding_type", "create_attention_mask_in_dataloader",
 )  # fmt: skip
 # Fields of that config that say how many layers and stages there are, or cannot matter to one rank.
@@ -77,8 +80,6 @@ def say_devices() -> None:
 
 
 def _estimated(options: Options, model: ModelSpec, topology: Topology) -> ChainCosts:
-    import torch
-
     here = device_name() if torch.cuda.is_available() else "cpu"
     return analytic_costs(model, topology, options.device or device_named(here))
 
@@ -145,6 +146,8 @@ def _described(value: Any) -> Any:
         return value
     if isinstance(value, Enum):
         return value.name
+    if isinstance(value, torch.dtype):
+        return str(value)
     if isinstance(value, list | tuple):
         return [_described(each) for each in value]
     return getattr(value, "__qualname__", None)

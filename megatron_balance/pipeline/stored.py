@@ -70,9 +70,7 @@ class StoredLayout:
         try:
             return _read(reading.parse_object(text))
         except reading.DamageError as damage:
-            raise BalanceError(
-                f"{name} {damage}; delete it: the checkpoint's own arguments tell its layout"
-            ) from damage
+            raise BalanceError(f"{name} {damage}") from damage
 
 
 def _read(values: Mapping[str, Any]) -> StoredLayout:

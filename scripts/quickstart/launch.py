@@ -193,6 +193,10 @@ def run(
     finally:
         for process in processes.values():
             stop(process)
+    if waiting and not any(statuses):
+        raise LaunchFailed(
+            f"This launch ended before the others could follow. Its whole output: {next(iter(processes))}"
+        )
     for log, process in processes.items():
         if process.returncode > 0:
             end = end_of_log(log.read_text(errors="replace"))

@@ -44,7 +44,10 @@ class Samples:
             kind="measured",
             device=device_name(),
             embedding=self._element(full, [0]),
-            layers={str(kind): self._layer([i + 1 for i, own in enumerate(kinds) if own == kind]) for kind in {*kinds}},
+            layers={
+                str(kind): self._layer([i + 1 for i, own in enumerate(kinds) if own == kind])
+                for kind in dict.fromkeys(kinds)
+            },
             head=self._element(full, [len(kinds) + 1]),
             update_s_per_parameter=median(self._outside_s) / self._total,
             holds_for=self._shrunk.holds_for(),
