@@ -20,6 +20,8 @@ def main(argv: list[str] | None = None) -> int:
     except BalanceError as error:
         print(f"megatron-balance: error: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        return 130
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
+import secrets
+import stat
 import time
 from pathlib import Path
 
@@ -15,11 +19,14 @@ def write_atomically(path: str | os.PathLike[str], text: str) -> None:
     """Write ``text`` to ``path``: a temporary file beside it, fsync, rename.
 
     Raises:
-        OSError: the folder does not exist or cannot be written; ``path`` is then as it was.
+        OSError: the folder does not exist or cannot be written, or ``path`` is a device, a pipe or a folder; it is then as it
+            was.
     """
     path = Path(os.path.realpath(path))  # a link stays one
+    if path.exists() and not path.is_file():  # a rename would put a file in a device's place
+        raise OSError(errno.EINVAL, "it is not a regular file")
     _remove_stale(path)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
     try:
         with temporary.open("w", encoding="utf-8") as file:
             file.write(text)
@@ -47,9 +54,11 @@ def read_text(path: str | os.PathLike[str], name: str) -> str:
     """The text of a file that a user named; bytes that are not UTF-8 are replaced.
 
     Raises:
-        BalanceError: ``name``, as "the plan file x.json", cannot be read.
+        BalanceError: ``name``, as "the plan file x.json", cannot be read, or is no regular file, which may have no end.
     """
     try:
+        if not stat.S_ISREG(os.stat(path).st_mode):
+            raise OSError(errno.EINVAL, "it is not a regular file")
         return Path(path).read_text(encoding="utf-8", errors="replace")
     except OSError as error:
         raise BalanceError(f"{name} cannot be read ({error.strerror}): pass another") from error
@@ -57,5 +66,6 @@ def read_text(path: str | os.PathLike[str], name: str) -> str:
 
 def _remove_stale(path: Path) -> None:
     for left in path.parent.glob(f".{path.name}.*.tmp"):
-        if time.time() - left.stat().st_mtime > _STALE_S:
-            left.unlink(missing_ok=True)
+        with contextlib.suppress(FileNotFoundError):  # another process has just renamed it
+            if time.time() - left.stat().st_mtime > _STALE_S:
+                left.unlink()

@@ -60,7 +60,7 @@ def check_keys(values: Iterable[str], wanted: Iterable[str], prefix: str = "") -
 
 
 def text(value: Any, key: str) -> str:
-    return checked(value, key, isinstance(value, str), "a text")
+    return checked(value, key, isinstance(value, str) and value.isprintable(), "a text on one line")
 
 
 def count(value: Any, key: str) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -115,6 +116,10 @@ def _set(*path_and_value) -> Callable[[dict], None]:
         (_set("layers", "moe", "forward_fit", [1.0]), r"forward_fit is \[1\.0\], not a pair"),
         (_set("layers", "dense", "by_length", 0, "seq_length", 9999), "not ascending"),
         (_set("layers", {}), "layers is {}, not a mapping of at least one kind"),
+        (_set("layers", "moe", "forward_s", 5e-324), "forward_s is 5e-324, not 0 or 1e-12 to 1e6 seconds"),
+        (_set("head", "backward_s", 1e308), r"backward_s is 1e\+308, not 0 or 1e-12 to 1e6 seconds"),
+        (_set("update_s_per_parameter", 1e300), r"update_s_per_parameter is 1e\+300, not"),
+        (_set("device", "\x1b[31mGPU\n"), "device is .*, not a text on one line"),
         (_set("kind", "guessed"), "kind is 'guessed', not one of analytic, measured, diagnosed"),
         (_set("owner", "me"), "holds the unknown owner"),
         (lambda values: values.pop("embedding"), "lacks embedding"),
@@ -138,8 +143,12 @@ def test_a_file_that_is_cut_off_or_absent_is_refused(table: CostTable, tmp_path)
     path.write_text(table.to_json()[:-100])
     with pytest.raises(BalanceError, match="is not whole JSON"):
         load_costs(path)
-    with pytest.raises(BalanceError, match="cannot be read"):
-        load_costs(tmp_path)
+    os.mkfifo(tmp_path / "pipe")
+    for no_file in (tmp_path, tmp_path / "pipe", "/dev/zero"):
+        with pytest.raises(BalanceError, match=r"cannot be read \(it is not a regular file"):
+            load_costs(no_file)
+    with pytest.raises(BalanceError, match=r"cannot be written \(it is not a regular file"):
+        save_costs(tmp_path / "pipe", table)
     with pytest.raises(BalanceError, match="cannot be written"):
         save_costs(tmp_path / "nowhere" / "costs.json", table)
 

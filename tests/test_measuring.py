@@ -136,7 +136,7 @@ def test_where_measuring_fails_estimates_serve_unless_it_was_asked_for(checkpoin
     reason = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 20.00 GiB."
     assert (cache / "measuring-failed.log").read_text().rstrip().endswith(reason)
     (line,) = [line for line in run.output.splitlines() if "stands on estimates" in line]
-    assert line.startswith("megatron-balance: the costs could not be measured") and line.endswith(reason)
+    assert line.startswith("megatron-balance: the costs could not be measured") and reason in line
     assert "costs       analytic" in run.output and len(run.losses) == 20
     profiled = [*PP2, "--balanced-pipeline-costs", "profile"]
     asked = dry_run(tmp_path / "asked", profiled, script=str(script), environment=environment)

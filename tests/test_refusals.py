@@ -179,7 +179,7 @@ def test_dry_run_plans_and_exits(tmp_path):
         assert other.status == 2 and str(plan_file) in other.output and message in other.output
 
     no_file = dry_run(tmp_path, [*thirty, "--balanced-pipeline-plan", "/dev/full"], 8)
-    assert no_file.status == 2 and "/dev/full is not a regular file" in no_file.output
+    assert no_file.status == 2 and "/dev/full cannot be read (it is not a regular file)" in no_file.output
 
     plan_file.write_text(plan_file.read_text()[:-20])
     broken = dry_run(tmp_path, [*thirty, "--balanced-pipeline-plan", str(plan_file)], 8)

@@ -322,9 +322,10 @@ def test_what_is_loaded_is_found_as_megatron_finds_it(runs, monkeypatch, tmp_pat
     with pytest.raises(BalanceError, match=r"cannot be read \(FileNotFoundError.*iter_0000007"):
         found(tied, "--ckpt-step 7")
     (tmp_path / "damaged").mkdir()
-    (tmp_path / "damaged" / "latest_checkpointed_iteration.txt").write_text("abc")
-    with pytest.raises(BalanceError, match=r"damaged cannot be read \(ValueError.*abc"):
-        found(tmp_path / "damaged")
+    for text in ("abc", "", "-5"):
+        (tmp_path / "damaged" / "latest_checkpointed_iteration.txt").write_text(text)
+        with pytest.raises(BalanceError, match=f"damaged cannot be read.*names no iteration but '{text}'"):
+            found(tmp_path / "damaged")
     pretrained = found(tmp_path, f"--pretrained-checkpoint {tied}")
     assert pretrained.folder == str(tied / "iter_0000020") and not pretrained.with_optimizer
     # A non-persistent checkpoint is loaded where it is newer.

@@ -228,17 +228,32 @@ def _kind(value: Any, key: str) -> str:
     return reading.checked(value, key, value in _KINDS, f"one of {', '.join(_KINDS)}")
 
 
+def _seconds(value: Any, key: str) -> float:
+    """From a picosecond to days, or zero: beyond that sums and ratios of them fail."""
+    number = reading.number(value, key)
+    return reading.checked(number, key, number == 0 or 1e-12 <= number <= 1e6, "0 or 1e-12 to 1e6 seconds")
+
+
+def _update(value: Any, key: str) -> float:
+    number = reading.number(value, key)
+    return reading.checked(number, key, number <= 1, "at most 1 second")
+
+
+def _some_seconds(value: Any, key: str) -> float:
+    return _seconds(reading.positive(value, key), key)
+
+
 _ELEMENT: dict[str, reading.Reader] = {
-    "forward_s": reading.number,
-    "backward_s": reading.number,
+    "forward_s": _seconds,
+    "backward_s": _seconds,
     "forward_spread": reading.optional(reading.number),
     "backward_spread": reading.optional(reading.number),
     "parameters": reading.count,
 }
 _LENGTH: dict[str, reading.Reader] = {
     "seq_length": reading.count,
-    "forward_s": reading.positive,
-    "backward_s": reading.positive,
+    "forward_s": _some_seconds,
+    "backward_s": _some_seconds,
 }
 
 
@@ -256,8 +271,8 @@ def _by_length(value: Any, key: str) -> tuple[LengthRow, ...]:
 
 _LAYER: dict[str, reading.Reader] = {
     **_ELEMENT,
-    "forward_s": reading.positive,
-    "backward_s": reading.positive,
+    "forward_s": _some_seconds,
+    "backward_s": _some_seconds,
     "by_length": _by_length,
     "forward_fit": reading.pair,
     "backward_fit": reading.pair,
@@ -275,7 +290,7 @@ _READERS: dict[str, reading.Reader] = {
     "embedding": _element,
     "layers": _layers,
     "head": _element,
-    "update_s_per_parameter": reading.optional(reading.number),
+    "update_s_per_parameter": reading.optional(_update),
     "holds_for": reading.scalars,
     "provenance": reading.scalars,
     "created_by": reading.text,

@@ -50,9 +50,10 @@ def find_checkpoint(args: Any) -> Checkpoint | None:
         Exception,
         SystemExit,
     ) as error:  # Megatron exits where it cannot read, which on one rank would leave the others
-        where = args.load or args.pretrained_checkpoint
+        where, reason = args.load or args.pretrained_checkpoint, f"{type(error).__name__}: {error}"
         raise BalanceError(
-            f"the checkpoint in {where} cannot be read ({type(error).__name__}: {error}): name another with --load"
+            f"the checkpoint in {where} cannot be read ({reason}): name an iteration that is there with --ckpt-step, or another"
+            " checkpoint with --load"
         ) from error
 
 
@@ -120,7 +121,11 @@ def _latest(folder: str) -> tuple[int, bool]:
     if tracker is None or not tracker.is_file():
         return -1, False
     text = tracker.read_text().strip()
-    return (0, True) if text == "release" else (int(text), False)
+    if text == "release":
+        return 0, True
+    if not text.isdecimal():
+        raise ValueError(f"{tracker} names no iteration but {text!r}")
+    return int(text), False
 
 
 def non_persistent_folder(args: Any, folder: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import sys
 import time
@@ -133,7 +134,7 @@ def _key(args: Any, model: ModelSpec, shapes: dict[str, Scalar], script: str | N
         "config": {name: _described(getattr(config, name)) for name in sorted(fields_of_element)},
         "arguments": {name: _described(getattr(args, name, None)) for name in _ARGUMENTS},
         "optimizer_shards": shards,
-        "script": script,
+        "script": script and [script, hashlib.sha256(Path(script).read_bytes()).hexdigest()],
         "megatron": str(Path(megatron.core.__file__).parent),
         "device": device_name(),
         "software": software(),

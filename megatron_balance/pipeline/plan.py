@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import stat
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
@@ -239,15 +238,7 @@ def find_plan(path: str | os.PathLike[str]) -> Plan | None:
     Raises:
         BalanceError: there is something else, or a plan that is damaged.
     """
-    try:
-        mode = os.stat(path).st_mode
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        raise BalanceError(f"the plan file {path} cannot be read ({error.strerror}): pass another") from error
-    if not stat.S_ISREG(mode):
-        raise BalanceError(f"the plan file {path} is not a regular file: pass another")
-    return load_plan(path)
+    return load_plan(path) if os.path.exists(path) else None
 
 
 def load_plan(path: str | os.PathLike[str]) -> Plan:

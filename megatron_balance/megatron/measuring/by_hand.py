@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from megatron_balance.costs.table import CostTable, ElementRow, LayerRow, save_costs
@@ -23,9 +24,10 @@ def profile(output: str, device: str, job: list[str]) -> None:
     Raises:
         BalanceError: the measurement failed, or the file cannot be written.
     """
-    folder = Path(output).resolve().parent
-    if not folder.is_dir():
-        raise BalanceError(f"the costs file {output} cannot be written (no folder {folder}): name another place")
+    file = Path(output).resolve()
+    if not file.parent.is_dir() or (file.exists() and not file.is_file()):
+        reason = f"no folder {file.parent}" if not file.parent.is_dir() else "it is not a regular file"
+        raise BalanceError(f"the costs file {output} cannot be written ({reason}): name another place")
     with_script = bool(job) and not job[0].startswith("-")
     script, flags = (job[0], job[1:]) if with_script else (None, job)
     console = Console()
@@ -36,12 +38,12 @@ def profile(output: str, device: str, job: list[str]) -> None:
         raise BalanceError(f"the costs could not be measured: {failure}") from failure
     save_costs(output, table)
     console.print(_shown(table))
-    console.print(f"written to {output}", highlight=False, soft_wrap=True)
+    console.print(f"written to {output}", highlight=False, markup=False, soft_wrap=True)
 
 
 def _shown(costs: CostTable) -> Table:
     unit = next(iter(costs.layers.values()))
-    table = Table(title=f"One micro-batch on one rank, {costs.source}", title_justify="left")
+    table = Table(title=escape(f"One micro-batch on one rank, {costs.source}"), title_justify="left")
     for column in ("", "forward", "backward", "in layers", "spread", "parameters"):
         table.add_column(column, justify="right" if column else "left")
     layers = ((f"{kind} layer", layer) for kind, layer in costs.layers.items())

@@ -7,10 +7,12 @@ import hashlib
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,8 @@ from megatron_balance.reading import Scalar
 
 _MODULE = "megatron_balance.megatron.measuring"
 _TIMEOUT_S = 300.0
+_LOG_BYTES = 1_000_000  # at the end of the output, kept when it fails
+_SCRATCH = "megatron-balance-measuring-"
 # Flags that act before arguments can be changed: they would speak to the services that watch over the real job.
 _TOO_EARLY = ("--enable-ft-package", "--inprocess-restart")
 _TELEMETRY = ("MEGATRON_OTEL", "NEMO_LENS")
@@ -61,10 +65,14 @@ def measure(script: str | None, arguments: list[str], device: str, world_size: i
 @contextlib.contextmanager
 def _scratch() -> Iterator[Path]:
     try:
-        folder = tempfile.TemporaryDirectory(prefix="megatron-balance-", ignore_cleanup_errors=True)
+        folder = tempfile.TemporaryDirectory(prefix=_SCRATCH, ignore_cleanup_errors=True)
     except OSError as error:
         raise MeasurementFailed(f"no temporary folder can be made ({error.strerror})") from error
     with folder as name:
+        for left in Path(name).parent.glob(f"{_SCRATCH}*"):  # of processes that were killed
+            with contextlib.suppress(OSError):
+                if time.time() - left.stat().st_mtime > 10 * _TIMEOUT_S:
+                    shutil.rmtree(left)
         yield Path(name)
 
 
@@ -93,19 +101,29 @@ def _run(command: list[str], environment: Mapping[str, str], log: Path) -> int:
 
 
 def _account(log: Path, status: int) -> str:
-    """The line of the output that says most about a failure, and where the rest is kept."""
-    output = re.sub(r"(?m)^\[rank\d+\]: ?", "", log.read_text(errors="replace"))  # torch's mark on a traceback
-    lines = [line.strip() for line in output.splitlines() if line.strip()]
-    named = [line for line in lines if "Error" in line.split(":")[0] or line.startswith("megatron-balance: error")]
-    reason = (named or lines or ["no output"])[-1]
+    """What is known of a failure, and where the output is kept."""
+    with log.open("rb") as file:
+        file.seek(max(0, log.stat().st_size - _LOG_BYTES))
+        output = file.read().decode(errors="replace")
     kept = cache_folder() / "measuring-failed.log"
     try:
         write_atomically(kept, output)
     except OSError:
         kept = None
-    return (
-        f"the measuring process ended with status {status}{f' (whole output: {kept})' if kept else ''}: {reason[:300]}"
-    )
+    where = f" (its output: {kept})" if kept else ""
+    return f"the measuring process {_reason(output, status)}{where}"
+
+
+def _reason(output: str, status: int) -> str:
+    if status < 0:
+        return f"was killed by {signal.Signals(-status).name}{' (out of memory?)' if status == -signal.SIGKILL else ''}"
+    if status == 0:
+        return "ended without training a step"
+    lines = [
+        re.sub(r"^\[rank\d+\]: ?", "", line).strip() for line in output.splitlines()
+    ]  # torch's mark on a traceback
+    errors = [line for line in lines if re.match(r"[\w.]*(Error|Exception|Interrupt)\b|megatron-balance: error", line)]
+    return f"ended with status {status}" + (f": {errors[-1][:300]}" if errors else "")
 
 
 # --- cache ------------------------------------------------------------------------------------------------------------
@@ -113,8 +131,10 @@ def _account(log: Path, status: int) -> str:
 
 def cache_folder() -> Path:
     """What `MEGATRON_BALANCE_CACHE` names, or a folder in the user's cache; made where possible."""
-    users = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "megatron_balance"
-    folder = Path(os.environ.get("MEGATRON_BALANCE_CACHE") or users)
+    users = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    if users.startswith("~"):  # a user without a home
+        users = tempfile.gettempdir()
+    folder = Path(os.environ.get("MEGATRON_BALANCE_CACHE") or Path(users) / "megatron_balance")
     with contextlib.suppress(OSError):  # whoever writes there says what is wrong
         folder.mkdir(parents=True, exist_ok=True)
     return folder
