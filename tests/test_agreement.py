@@ -35,16 +35,22 @@ dist.destroy_process_group()
 """
 
 
-def start(outcome: str) -> list[subprocess.Popen]:
-    """Two ranks in a plain environment, where rank 0 serves the store itself; rank 0 comes last."""
+OTHER_DEVICE = """
+from megatron_balance.megatron.job_costs import say_devices
+say_devices()
+"""
+
+
+def start(outcome: str, worker: str = WORKER) -> list[subprocess.Popen]:
+    """Two ranks in a plain environment, where rank 0 serves the store itself; rank 0 comes last. Rank r has r + 1 threads."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     common = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
     ranks = []
     for rank in (1, 0):
-        variables = {**common, "RANK": str(rank)}
-        command = [sys.executable, "-c", WORKER, outcome]
+        variables = {**common, "RANK": str(rank), "OMP_NUM_THREADS": str(rank + 1), "CUDA_VISIBLE_DEVICES": ""}
+        command = [sys.executable, "-c", worker, outcome]
         ranks.append(
             subprocess.Popen(command, env=variables, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         )
@@ -56,6 +62,14 @@ def test_rank_0_hears_all_and_all_hear_what_it_decides():
     for process, expected in zip(start("plan"), heard, strict=True):
         output, errors = process.communicate(timeout=120)
         assert (process.returncode, output) == (0, expected), errors
+
+
+def test_different_devices_are_said_once():
+    first, second = (process.communicate(timeout=120)[0] for process in start("", OTHER_DEVICE))
+    assert first.startswith(
+        "megatron-balance: the ranks have different devices, planned as if all were rank 0's: CPU, "
+    )
+    assert first.endswith(" threads on rank 1\n") and "1 thread on rank 0; " in first and second == ""
 
 
 def test_other_ranks_end_soon_when_rank_0_fails():

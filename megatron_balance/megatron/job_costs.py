@@ -76,8 +76,12 @@ def say_devices() -> None:
     names = gather_on_rank_0("device", device_name())
     if len(set(names)) > 1:
         runs = [(name, [rank for rank, _ in run]) for name, run in groupby(enumerate(names), key=itemgetter(1))]
-        listed = "; ".join(f"{name} on ranks {ranks[0]} to {ranks[-1]}" for name, ranks in runs)
+        listed = "; ".join(f"{name} on {_span(ranks)}" for name, ranks in runs)
         say(f"megatron-balance: the ranks have different devices, planned as if all were rank 0's: {listed}")
+
+
+def _span(ranks: list[int]) -> str:
+    return f"ranks {ranks[0]} to {ranks[-1]}" if len(ranks) > 1 else f"rank {ranks[0]}"
 
 
 def _estimated(options: Options, model: ModelSpec, topology: Topology) -> ChainCosts:
