@@ -10,7 +10,7 @@ Trains a small GPT with a large vocabulary on two pipeline stages with real Mega
 split of the layers, once with `--balanced-pipeline`, several times in turn, all from the same weights and on the same
 data. Needs nothing but Python 3.12 or newer and two CPU cores; uses two GPUs where there are some.
 
-  --quick       fewer steps: about 2 minutes instead of 3 to 4 (on two CPU cores, once the packages are installed)
+  --quick       fewer steps: about 2 minutes instead of 3 to 5 (on two CPU cores, once the packages are installed)
   --out FOLDER  where results go (default: quickstart-out in the repository)
   -h, --help    this text
 

@@ -327,14 +327,15 @@ def test_rounds_alternate_within_and_between_pairs() -> None:
 
 
 def test_the_summary_is_of_medians_without_the_first_and_last_turns() -> None:
-    rounds = _rounds(99, 88, 2, 4, 5, 3, 2, 4, 77, 66)  # turns u b, b u, u b, b u, u b; first and last do not count
+    rounds = _rounds(99, 88, 2, 4, 5, 3, 2, 3, 77, 66)  # turns u b, b u, u b, b u, u b; first and last do not count
     summary = report.summarize(rounds, 1, _plan(5.7, 3.0), "cpu")
     assert (summary.uniform_split, summary.balanced_split) == ((8, 8), (13, 3))
     assert (summary.uniform_step_s, summary.balanced_step_s) == (4, 2)
-    assert summary.measured_speedup == 2 and summary.predicted_speedup == pytest.approx(1.9)
-    assert summary.prediction_over_measured == pytest.approx(1.9 / 2)
-    assert summary.pair_speedups == (4 / 2, 5 / 3, 4 / 2)
-    assert summary.turn_spread == pytest.approx(2.5 / 2)
+    assert summary.pair_speedups == (4 / 2, 5 / 3, 3 / 2)
+    assert summary.measured_speedup == 5 / 3  # not 4 / 2, of the medians of the splits
+    assert summary.predicted_speedup == pytest.approx(1.9)
+    assert summary.prediction_over_measured == pytest.approx(1.9 * 3 / 5)
+    assert summary.turn_spread == pytest.approx(4.5 / 3.5)
     assert summary.uniform_busy_s == pytest.approx((0.6 * 4, 0.4 * 4))
     assert [one["split"] for one in summary.rounds] == [BALANCED, UNIFORM, UNIFORM, BALANCED, BALANCED, UNIFORM]
     assert json.loads(json.dumps(summary.to_json()))["rounds"][0]["step_s"] == 2

@@ -52,7 +52,7 @@ CPU = Size(
     micro_batch=2,
     microbatches=8,
     warmup=1,
-    pairs=10,
+    pairs=16,
 )
 # GPUs need wider layers and more tokens before arithmetic, not launching kernels, takes the time.
 GPU = replace(CPU, hidden=1024, heads=16, sequence=1024, micro_batch=4, microbatches=16, warmup=5, pairs=50)
@@ -112,7 +112,7 @@ def _compare(out: Path, quick: bool) -> int:
     device = _device()
     size = GPU if device == "cuda" else CPU
     if quick:
-        size = replace(size, pairs=size.pairs * 2 // 5)
+        size = replace(size, pairs=size.pairs // 4)
     _clear(out)
     corpus = _corpus(size, out)
     job = Job(size, device, corpus.prefix, out)

@@ -35,8 +35,9 @@ class Summary:
     """The result; `summary.json` holds these fields. Times are medians in seconds.
 
     Attributes:
-        measured_speedup: ``uniform_step_s / balanced_step_s``.
-        pair_speedups: the same for each pair of neighbouring turns.
+        pair_speedups: uniform over balanced step time of each pair of neighbouring turns.
+        measured_speedup: their median. A disturbance that lasts for some turns slows both steps of a pair, but moves the
+            medians of the two splits apart when it meets one of them more often.
         predicted_speedup: ``predicted_uniform_step_s / predicted_balanced_step_s``, from the plan, made before training.
         prediction_over_measured: ``predicted_speedup / measured_speedup``.
         turn_spread: third over first quartile of the step times of a split; 1 on a perfectly quiet machine.
@@ -49,8 +50,8 @@ class Summary:
     balanced_split: tuple[int, ...]
     uniform_step_s: float
     balanced_step_s: float
-    measured_speedup: float
     pair_speedups: tuple[float, ...]
+    measured_speedup: float
     predicted_uniform_step_s: float
     predicted_balanced_step_s: float
     predicted_speedup: float
@@ -89,18 +90,18 @@ def summarize(rounds: list[Round], warmup: int, plan: Plan, device: str) -> Summ
     predicted_speedup = plan.uniform_step_s / plan.step_s
     every_pair, pairs = _pairs(rounds), _pairs(counted(rounds, warmup))
     uniform, balanced = ([pair[side] for pair in pairs] for side in (0, 1))
-    uniform_s, balanced_s = _step_s(uniform), _step_s(balanced)
+    pair_speedups = tuple(one.step.duration_s / other.step.duration_s for one, other in pairs)
     return Summary(
         uniform_split=uniform[0].layers,
         balanced_split=balanced[0].layers,
-        uniform_step_s=uniform_s,
-        balanced_step_s=balanced_s,
-        measured_speedup=uniform_s / balanced_s,
-        pair_speedups=tuple(one.step.duration_s / other.step.duration_s for one, other in pairs),
+        uniform_step_s=_step_s(uniform),
+        balanced_step_s=_step_s(balanced),
+        pair_speedups=pair_speedups,
+        measured_speedup=median(pair_speedups),
         predicted_uniform_step_s=plan.uniform_step_s,
         predicted_balanced_step_s=plan.step_s,
         predicted_speedup=predicted_speedup,
-        prediction_over_measured=predicted_speedup * balanced_s / uniform_s,
+        prediction_over_measured=predicted_speedup / median(pair_speedups),
         costs_source=plan.costs_source,
         turn_spread=max(_spread(uniform), _spread(balanced)),
         max_loss_difference=max(loss_difference(one.step, other.step) for one, other in every_pair),
@@ -171,7 +172,7 @@ def table(summary: Summary) -> Table:
     measured = (summary.uniform_step_s, summary.balanced_step_s)
     result.add_row("step time, measured (median)", *(f"{step_s:.3f} s" for step_s in measured))
     result.add_row("speed-up, predicted before training", "1", f"{summary.predicted_speedup:.3f}")
-    result.add_row("speed-up, measured", "1", f"[bold]{summary.measured_speedup:.3f}[/bold]")
+    result.add_row("speed-up, measured (median of pairs of steps)", "1", f"[bold]{summary.measured_speedup:.3f}[/bold]")
     result.add_row("  prediction over measurement", "", f"{summary.prediction_over_measured:.3f}")
     pairs = summary.pair_speedups
     result.add_row(f"  least and most of {len(pairs)} pairs of steps", "", f"{min(pairs):.2f} ... {max(pairs):.2f}")
