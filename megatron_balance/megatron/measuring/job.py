@@ -160,7 +160,9 @@ def shrink(args: Any, full_length_passes: int) -> Shrunk:
         full_length_passes: micro-batches of a step with the job's own sequence length.
     """
     before = dict(vars(args))
-    layers = tuple(kind for kind in dict.fromkeys(layer_kinds(before)) for _ in range(_COPIES))
+    *_, last = given = layer_kinds(before)
+    kinds = [*(kind for kind in dict.fromkeys(given) if kind != last), last]  # multi-token prediction repeats the last
+    layers = tuple(kind for kind in kinds for _ in range(_COPIES))
     if unlike := next((kind for kind in layers if kind != LayerKind(kind.moe, kind.window)), None):
         raise NotImplementedError(f"layers that each have a configuration of their own ({unlike}) are not measured")
     own = args.seq_length if args.seq_length is not None else args.encoder_seq_length
