@@ -59,8 +59,9 @@ class Clock:
         )
 
     def watch(self, model: Any) -> None:
-        """Hook the modules of a `GPTModel` that holds embedding, layers and head."""
-        modules = [*model.decoder.layers, model.decoder.final_layernorm]
+        """Hook the modules of a `GPTModel` or `HybridModel` that holds embedding, layers and head."""
+        decoder = model.decoder
+        modules = [*decoder.layers, decoder.final_norm if hasattr(decoder, "final_norm") else decoder.final_layernorm]
         self._mtp_inside_head = splits_head(model)
         if self._mtp_inside_head:
             behind = len(modules) + 2
