@@ -35,7 +35,7 @@ from megatron_balance.megatron.split_arguments import (
     write_split,
 )
 from megatron_balance.model import ModelSpec, refuse_uncovered
-from megatron_balance.pipeline.chain import least_layers
+from megatron_balance.pipeline.chain import check_stages
 from megatron_balance.pipeline.layout import Layout, parse_layout
 from megatron_balance.pipeline.plan import Plan, Scalar, find_plan, make_plan, save_plan
 from megatron_balance.pipeline.show import render_plan
@@ -140,7 +140,7 @@ def _virtual_size(args: Any) -> int:
 def _provisional(args: Any, virtual_size: int) -> Layout:
     """A split into the right number of stages, layers spread evenly."""
     stages, layers = args.pipeline_model_parallel_size * virtual_size, num_layers(args)
-    least_layers(layers, stages)  # refuses more stages than elements
+    check_stages(layers, stages)  # refuses more stages than elements
     bounds = [layers * stage // stages for stage in range(stages + 1)]
     return Layout.of([end - start for start, end in pairwise(bounds)], args.mtp_num_layers or 0)
 
