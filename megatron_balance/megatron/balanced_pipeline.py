@@ -218,7 +218,7 @@ def _decide(args: Any, options: Options, model: ModelSpec, topology: Topology, h
     make = functools.partial(
         make_plan, costs, topology, holds_for, model.mtp_num_layers, mtp_stages=mtp_stages(args, options, topology)
     )
-    plan = make(allow_empty=may_leave_empty(topology))
+    plan = make(allow_empty=may_leave_empty(args, topology))
     if empty_ranks(parse_layout(plan.layout), topology.pipeline_size):
         say("megatron-balance: that leaves a rank empty, which Megatron cannot load: planning without empty stages")
         plan = make()

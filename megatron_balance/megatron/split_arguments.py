@@ -138,13 +138,14 @@ def _places_mtp_apart() -> bool:
         return False
 
 
-def may_leave_empty(topology: Topology) -> bool:
+def may_leave_empty(args: Any, topology: Topology) -> bool:
     """Whether stages in the middle may hold no layer.
 
-    Megatron passes through such stages, but cannot load a checkpoint into a rank that has no parameter at all, as the only
-    stage of a rank would be. Whether all virtual stages of a rank are empty shows in the plan (``empty_ranks``).
+    A `TransformerBlock` without layers hands on a copy of what it gets. A hybrid model's stack hands on that itself, which
+    the schedule frees as soon as it is sent: the losses are wrong. And no version can load a checkpoint into a rank without
+    any parameter, as one is whose only stage is empty, or all of whose stages are (``empty_ranks``).
     """
-    return topology.virtual_size > 1
+    return topology.virtual_size > 1 and pattern_of(args) is None
 
 
 def empty_ranks(layout: Layout, pipeline_size: int) -> list[int]:
