@@ -31,6 +31,7 @@ setup(
         "psutil>=5.9",  # megatron-core imports it when it saves torch_dist checkpoints, without declaring it
         "pyyaml>=6.0",  # likewise megatron.training 0.18
         "rich>=13.0",
+        "scipy>=1.11",  # HiGHS: the bound of a split
         "torch>=2.4",
     ],
     extras_require={

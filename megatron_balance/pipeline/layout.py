@@ -34,9 +34,13 @@ class Layout:
     mtp: tuple[int, ...]
 
     @classmethod
-    def of(cls, layers: Sequence[int], mtp_num_layers: int = 0) -> Layout:
-        """The layout with the multi-token-prediction layers beside the head, where every Megatron accepts them."""
-        return cls(tuple(layers), (0,) * (len(layers) - 1) + (mtp_num_layers,))
+    def of(cls, layers: Sequence[int], mtp_num_layers: int = 0, mtp_stage: int | None = None) -> Layout:
+        """The layout with the multi-token-prediction layers in ``mtp_stage``; None: beside the head, where every Megatron
+        accepts them.
+        """
+        mtp = [0] * len(layers)
+        mtp[-1 if mtp_stage is None else mtp_stage] = mtp_num_layers
+        return cls(tuple(layers), tuple(mtp))
 
     def __str__(self) -> str:
         """The string for Megatron: fully expanded, which all versions read alike."""

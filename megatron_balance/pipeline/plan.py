@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
@@ -17,13 +17,14 @@ from megatron_balance.errors import BalanceError
 from megatron_balance.files import read_text, write_text
 from megatron_balance.pipeline.chain import stage_costs, uniform_layers
 from megatron_balance.pipeline.layout import Layout
+from megatron_balance.pipeline.memory import MemoryLimit
 from megatron_balance.pipeline.search import find_split
 from megatron_balance.reading import Scalar
 from megatron_balance.schedule.simulate import Simulator
 from megatron_balance.topology import Topology
 
 _FORMAT = "megatron-balance plan"
-_FORMAT_VERSION = 2  # 1 had no update_s
+_FORMAT_VERSION = 3  # 1 had no update_s, 2 no mtp_stage
 _REMEDY = "delete it to plan afresh, or pass another"
 
 
@@ -56,7 +57,8 @@ class Plan:
     Attributes:
         topology: sizes of the job.
         stages: in the order in which data passes them; stage ``chunk * PP + rank`` is chunk ``chunk`` of that rank.
-        mtp_num_layers: multi-token-prediction layers, all in the last stage; part of the head's cost.
+        mtp_num_layers: multi-token-prediction layers.
+        mtp_stage: the stage that holds all of them; the last where there are none.
         embedding_in_layers, head_in_layers: (forward, backward) cost in mean layers.
         costs_source: where the costs come from.
         p2p_s: seconds that a transfer between stages was taken to last.
@@ -72,6 +74,7 @@ class Plan:
     topology: Topology
     stages: tuple[Stage, ...]
     mtp_num_layers: int
+    mtp_stage: int
     embedding_in_layers: tuple[float, float]
     head_in_layers: tuple[float, float]
     costs_source: str
@@ -92,7 +95,7 @@ class Plan:
     @property
     def layout(self) -> str:
         """The value for ``--pipeline-model-parallel-layout``."""
-        return str(Layout.of(self.layers, self.mtp_num_layers))
+        return str(Layout.of(self.layers, self.mtp_num_layers, self.mtp_stage))
 
     @property
     def fingerprint(self) -> str:
@@ -177,6 +180,12 @@ def make_plan(
     fingerprinted: Mapping[str, Scalar],
     mtp_num_layers: int = 0,
     p2p_s: float = 0.0,
+    *,
+    memory: MemoryLimit | None = None,
+    allow_empty: bool = False,
+    mtp_stages: Sequence[int] | None = None,
+    starts: Sequence[Sequence[int]] = (),
+    say: Callable[[str], None] = lambda text: None,
 ) -> Plan:
     """Search the split and say what it gives.
 
@@ -184,20 +193,25 @@ def make_plan(
         costs: of embedding, layers and head, for one micro-batch of this topology.
         topology: sizes of the job.
         fingerprinted: names and values of the model, data and hardware that the plan holds for.
-        mtp_num_layers: multi-token-prediction layers; their cost is in ``costs.head``.
+        mtp_num_layers: multi-token-prediction layers.
         p2p_s: seconds that a transfer between stages takes.
+        memory, allow_empty, mtp_stages, starts, say: as for ``find_split``.
 
     Raises:
-        BalanceError: more stages than elements, or a schedule that Megatron refuses.
+        BalanceError: more stages than elements, a schedule that Megatron refuses, or no split fits the memory.
     """
     simulator = Simulator(topology, p2p_s)
-    split = find_split(costs, simulator)
+    split = find_split(
+        costs, simulator, memory=memory, allow_empty=allow_empty, mtp_stages=mtp_stages, starts=starts, say=say
+    )
     uniform = uniform_layers(len(costs.layers), topology.num_stages)
     uniform_step_s = None if uniform is None else _step_s(simulator, stage_costs(costs, uniform))
-    layers, step_s = split.layers, _step_s(simulator, stage_costs(costs, split.layers))
+    layers, mtp_stage = split.layers, split.mtp_stage
+    stages = stage_costs(costs, layers, mtp_stage)
+    step_s = _step_s(simulator, stages)
     if uniform_step_s is not None and uniform_step_s < step_s:  # by its update, which the search does not see
-        layers, step_s = uniform, uniform_step_s
-    stages = stage_costs(costs, layers)
+        layers, step_s, mtp_stage = uniform, uniform_step_s, topology.num_stages - 1
+    stages = stage_costs(costs, layers, mtp_stage)
     even = (costs.total * (1 / topology.num_stages),) * topology.num_stages
     even_step_s, even_update_s = _step_s(simulator, even), _update_s(even, topology.pipeline_size)
     return Plan(
@@ -207,6 +221,7 @@ def make_plan(
             for stop, count, stage in zip(np.cumsum(layers), layers, stages, strict=True)
         ),
         mtp_num_layers=mtp_num_layers,
+        mtp_stage=mtp_stage,
         embedding_in_layers=costs.in_layers(costs.embedding),
         head_in_layers=costs.in_layers(costs.head),
         costs_source=costs.source,
@@ -216,7 +231,12 @@ def make_plan(
         uniform_step_s=uniform_step_s,
         bound_s=min(split.bound_s + even_update_s, step_s),
         limited_by=_limited_by(
-            costs, topology, layers, step_s - _update_s(stages, topology.pipeline_size), even_step_s - even_update_s
+            costs,
+            stages,
+            topology,
+            layers,
+            step_s - _update_s(stages, topology.pipeline_size),
+            even_step_s - even_update_s,
         ),
         fingerprinted=dict(fingerprinted),
         created_by=f"megatron_balance {__version__}",
@@ -262,7 +282,12 @@ def _update_s(stages: Sequence[Stage | ElementCost], pipeline_size: int) -> floa
 
 
 def _limited_by(
-    costs: ChainCosts, topology: Topology, layers: tuple[int, ...], step_s: float, even_step_s: float
+    costs: ChainCosts,
+    stages: Sequence[ElementCost],
+    topology: Topology,
+    layers: tuple[int, ...],
+    step_s: float,
+    even_step_s: float,
 ) -> str:
     """What keeps the step, the update left out, from being shorter: an indivisible element, whole layers, or the bubble."""
     if topology.num_stages == 1:
@@ -276,7 +301,7 @@ def _limited_by(
                 f"stage {even_layers:.2f}; fewer stages, or tensor parallelism, would help"
             )
     if step_s > 1.005 * even_step_s:
-        largest = max(stage.total_s for stage in stage_costs(costs, layers)) / layer_s
+        largest = max(stage.total_s for stage in stages) / layer_s
         return (
             f"whole layers: an even stage would take {even_layers:.2f} layers, the largest takes {largest:.2f} and the "
             f"step {100 * (step_s / even_step_s - 1):.1f} % longer"
@@ -292,6 +317,7 @@ def _read_plan(values: dict[str, Any]) -> Plan:
     plan = Plan(**{key: reader(values[key], key) for key, reader in _READERS.items()})
     stages = f"{plan.topology.num_stages} stages, as the topology has"
     reading.checked(len(plan.stages), "the number of stages", len(plan.stages) == plan.topology.num_stages, stages)
+    reading.checked(plan.mtp_stage, "mtp_stage", plan.mtp_stage < len(plan.stages), f"below {len(plan.stages)}")
     for key, expected in (("layout", plan.layout), ("fingerprint", plan.fingerprint)):
         reading.checked(values[key], key, values[key] == expected, f"{expected!r}, as the other values have it")
     return plan
@@ -330,6 +356,7 @@ _READERS: dict[str, reading.Reader] = {
     "topology": _read_topology,
     "stages": _read_stages,
     "mtp_num_layers": reading.count,
+    "mtp_stage": reading.count,
     "embedding_in_layers": reading.pair,
     "head_in_layers": reading.pair,
     "costs_source": reading.text,

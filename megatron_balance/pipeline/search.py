@@ -6,7 +6,7 @@ Deterministic: no clock, no shared random state, ties broken by the numbers.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -15,6 +15,7 @@ from megatron_balance.costs.chain import ChainCosts
 from megatron_balance.kernels import Problem, anneal, judge_all
 from megatron_balance.pipeline.bound import OpenSplits, interleaved_bound_s, smallest_floor, stage_floors
 from megatron_balance.pipeline.chain import end_costs, least_layers, prefix_costs, uniform_layers
+from megatron_balance.pipeline.memory import MemoryLimit
 from megatron_balance.pipeline.starts import starting_splits
 from megatron_balance.schedule.simulate import Simulator
 
@@ -37,21 +38,42 @@ class Split:
 
     Attributes:
         layers: in the order in which data passes the stages.
-        bound_s: seconds that a step takes at least with any split; the shortest step itself where every split that
-            might be better was simulated.
+        mtp_stage: stage of multi-token prediction; the last where there is none.
+        bound_s: seconds that a step, the longest rank's update included, takes at least with any split.
+        proven: no split is faster by more than NEAR, as ``bound_s`` shows.
     """
 
     layers: tuple[int, ...]
+    mtp_stage: int
     bound_s: float
+    proven: bool
 
 
-def find_split(costs: ChainCosts, simulator: Simulator) -> Split:
-    """The split with the shortest simulated step, of those that leave no stage empty.
+def find_split(
+    costs: ChainCosts,
+    simulator: Simulator,
+    *,
+    memory: MemoryLimit | None = None,
+    allow_empty: bool = False,
+    mtp_stages: Sequence[int] | None = None,
+    starts: Sequence[Sequence[int]] = (),
+    say: Callable[[str], None] = lambda text: None,
+) -> Split:
+    """The split with the shortest simulated step, of those that fit the memory.
 
     It is never slower than the uniform split where that is legal.
 
+    Args:
+        costs: of the elements.
+        simulator: of the schedule.
+        memory: what a rank may occupy; None is no limit.
+        allow_empty: whether stages between the first and the last may hold no layer.
+        mtp_stages: stages in which multi-token prediction may stand; None is the last only.
+        starts: more splits to begin from, such as the user's own layout.
+        say: told what goes on, a line at a time.
+
     Raises:
-        BalanceError: more stages than elements.
+        BalanceError: more stages than elements, or no split fits the memory.
     """
     nominal = _problem(costs, simulator)
     bound_s, suggested = _bound(costs, simulator)
@@ -66,7 +88,9 @@ def find_split(costs: ChainCosts, simulator: Simulator) -> Split:
         chosen = open_splits[judge_all(robust, open_splits).argmin()]
     else:
         chosen, _ = _annealed(robust, shortest, _THRESHOLDS[1::-1])
-    return Split(tuple(chosen.tolist()), bound_s=float(min(bound_s, shortest_s)))
+    bound_s = float(min(bound_s, shortest_s))
+    proven = bool(judge_all(nominal, chosen[None])[0] <= bound_s * (1 + NEAR))
+    return Split(tuple(chosen.tolist()), simulator.topology.num_stages - 1, bound_s, proven)
 
 
 def _problem(costs: ChainCosts, simulator: Simulator) -> Problem:
