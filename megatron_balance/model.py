@@ -59,6 +59,8 @@ class Experts:
         shared_ffn_hidden_size: width of the shared experts together; 0 without any.
         shards: ranks over which the routed experts' weights are spread (expert parallel size times expert tensor
             parallel size).
+        tensor_shards: ranks over which each of them is spread (expert tensor parallel size).
+        shared_gate: a learned gate scales what the shared experts add.
     """
 
     count: int
@@ -66,6 +68,8 @@ class Experts:
     ffn_hidden_size: int
     shared_ffn_hidden_size: int = 0
     shards: int = 1
+    tensor_shards: int = 1
+    shared_gate: bool = False
 
 
 @dataclass(frozen=True)
@@ -226,69 +230,9 @@ class ModelSpec:
         return self.num_query_groups * self.kv_channels
 
     @property
-    def norm_parameters(self) -> int:
-        """Parameters of a norm over the hidden size."""
-        return self.hidden_size * self._norm_vectors
-
-    @property
-    def embedding_parameters(self) -> int:
-        """Parameters of the word and position embedding, over all tensor-parallel ranks."""
-        learned = self.position_embedding_type == "learned_absolute"
-        return self.hidden_size * (self.padded_vocab_size + (self.max_position_embeddings if learned else 0))
-
-    @property
-    def head_parameters(self) -> int:
-        """Parameters of final norm, output layer and multi-token prediction, over all tensor-parallel ranks.
-
-        They are counted as the last of several stages holds them: a tied output layer is a copy of the embedding's
-        weights there, and multi-token prediction brings an embedding of its own.
-        """
-        output = self.hidden_size * self.padded_vocab_size
-        if not self.mtp_num_layers:
-            return self.norm_parameters + output
-        depth = 3 * self.norm_parameters + 2 * self.hidden_size**2 + self.layer_parameters(self.num_layers - 1)
-        return self.norm_parameters + output + self.embedding_parameters + self.mtp_num_layers * depth
-
-    def layer_parameters(self, index: int) -> int:
-        """Parameters of layer ``index``, over all tensor- and expert-parallel ranks."""
-        mlp = self._moe_parameters if self.layers[index].moe else self._mlp_parameters(self.ffn_hidden_size)
-        return 2 * self.norm_parameters + self._attention_parameters + mlp
-
-    def rank_layer_parameters(self, index: int, tensor_size: int) -> int:
-        """Parameters of layer ``index`` on one rank, what tensor parallelism leaves whole counted as if it were split."""
-        if not self.layers[index].moe:
-            return self.layer_parameters(index) // tensor_size
-        routed = self.experts.count * self._mlp_parameters(self.experts.ffn_hidden_size)
-        return (self.layer_parameters(index) - routed) // tensor_size + routed // self.experts.shards
-
-    @property
     def fingerprint(self) -> dict[str, int | str | bool | float | None]:
         """The fields that decide a split, flat, as JSON can hold them: two models that differ in none split alike."""
         return {"layers": _describe(self.layers), **_flatten(self, skip="layers")}
-
-    @property
-    def _norm_vectors(self) -> int:
-        return 2 if self.normalization == "LayerNorm" else 1
-
-    @property
-    def _attention_parameters(self) -> int:
-        qkv = self.query_size + 2 * self.kv_size
-        weights = self.hidden_size * (qkv + self.query_size)
-        biases = qkv * self.add_qkv_bias + self.hidden_size * self.add_bias_linear
-        norms = 2 * self.kv_channels * self._norm_vectors * self.qk_layernorm
-        return weights + biases + norms + self.num_attention_heads * self.learnable_softmax
-
-    def _mlp_parameters(self, ffn_hidden_size: int) -> int:
-        first = ffn_hidden_size * (2 if self.gated else 1)
-        biases = (first + self.hidden_size) * self.add_bias_linear
-        return self.hidden_size * (first + ffn_hidden_size) + biases
-
-    @property
-    def _moe_parameters(self) -> int:
-        experts = self.experts
-        shared = self._mlp_parameters(experts.shared_ffn_hidden_size) if experts.shared_ffn_hidden_size else 0
-        router = experts.count * self.hidden_size
-        return router + experts.count * self._mlp_parameters(experts.ffn_hidden_size) + shared
 
 
 def refuse_uncovered(arguments: Mapping[str, Any]) -> None:
@@ -391,13 +335,15 @@ def _experts(arguments: Mapping[str, Any], hidden: int) -> Experts | None:
         return None
     ffn = _size(arguments, "ffn_hidden_size", default=_default_ffn_hidden_size(arguments, hidden))
     tensor = _size(arguments, "tensor_model_parallel_size", default=1)
+    tensor_shards = _size(arguments, "expert_tensor_parallel_size", default=tensor)
     return Experts(
         count=_size(arguments, "num_experts"),
         topk=_size(arguments, "moe_router_topk", default=2),
         ffn_hidden_size=_size(arguments, "moe_ffn_hidden_size", default=ffn),
         shared_ffn_hidden_size=_size(arguments, "moe_shared_expert_intermediate_size", default=0),
-        shards=_size(arguments, "expert_model_parallel_size", default=1)
-        * _size(arguments, "expert_tensor_parallel_size", default=tensor),
+        shards=_size(arguments, "expert_model_parallel_size", default=1) * tensor_shards,
+        tensor_shards=tensor_shards,
+        shared_gate=bool(arguments.get("moe_shared_expert_gate")),
     )
 
 

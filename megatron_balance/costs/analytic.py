@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from megatron_balance import __version__
 from megatron_balance.costs.chain import ChainCosts, ElementCost
 from megatron_balance.costs.devices import Device, Kernel
+from megatron_balance.costs.parameters import chain_parameters, layer_parameters
 from megatron_balance.costs.table import CostTable, ElementRow, LayerRow, LengthRow, lengths_to_cost, shapes_of
 from megatron_balance.model import LayerKind, ModelSpec
 from megatron_balance.topology import Topology
@@ -34,13 +35,13 @@ def analytic_table(model: ModelSpec, topology: Topology, device: Device) -> Cost
         BalanceError: the device has no matrix products in the model's precision.
     """
     operations = _Operations(model, topology)
-    tensor = topology.tensor_size
+    parameters = chain_parameters(model, topology)
     return CostTable(
         kind="analytic",
         device=device.name,
-        embedding=_element(operations.embedding().cost(device), model.embedding_parameters // tensor),
+        embedding=_element(operations.embedding().cost(device), parameters.embedding.total),
         layers={str(kind): _layer(model, topology, device, kind) for kind in dict.fromkeys(model.layers)},
-        head=_element(operations.head().cost(device), model.head_parameters // tensor),
+        head=_element(operations.head().cost(device), (parameters.mtp + parameters.head).total),
         update_s_per_parameter=None,
         holds_for=shapes_of(model, topology),
         provenance={},
@@ -59,7 +60,7 @@ def _layer(model: ModelSpec, topology: Topology, device: Device, kind: LayerKind
         for length in lengths
     ]
     return LayerRow.of(
-        _element(costs[-1], model.rank_layer_parameters(model.layers.index(kind), topology.tensor_size)),
+        _element(costs[-1], layer_parameters(model, topology, kind).total),
         [LengthRow(length, cost.forward_s, cost.backward_s) for length, cost in zip(lengths, costs, strict=True)],
         topology.micro_batch_size,
     )
