@@ -100,9 +100,14 @@ class Plan:
         return tuple(stage.layers for stage in self.stages)
 
     @property
+    def split(self) -> Layout:
+        """What each stage holds."""
+        return Layout.of(self.layers, self.mtp_num_layers, self.mtp_stage)
+
+    @property
     def layout(self) -> str:
         """The value for ``--pipeline-model-parallel-layout``."""
-        return str(Layout.of(self.layers, self.mtp_num_layers, self.mtp_stage))
+        return str(self.split)
 
     @property
     def fingerprint(self) -> str:

@@ -145,7 +145,7 @@ class Judge:
 def alternatives(
     judge: Judge,
     mtp_num_layers: int,
-    yours: Layout | None = None,
+    yours: Callable[[], Layout] | None = None,
     compared: Sequence[str] = (),
     *,
     mtp_last: bool = False,
@@ -156,7 +156,7 @@ def alternatives(
     Args:
         judge: of the job.
         mtp_num_layers: multi-token-prediction layers.
-        yours: the split that the job's own flags describe; None where they have none beyond the uniform one.
+        yours: finds the split that the job's own flags describe; None where they describe none but the uniform one.
         compared: layout strings.
         mtp_last: whether multi-token prediction must be in the last stage (Megatron core before 0.16).
         by_pattern: a hybrid model, for which Megatron refuses the account-for flags.
@@ -174,6 +174,14 @@ def alternatives(
 
         return find
 
+    def checked(find: Callable[[], Layout]) -> Callable[[], Layout]:
+        def check() -> Layout:
+            layout = find()
+            stock.check_layout(layout, num_layers, mtp_num_layers, topology, mtp_last)
+            return layout
+
+        return check
+
     found = [judge.alternative("uniform", even())]
     if topology.num_stages > 1:
         found += [
@@ -183,19 +191,11 @@ def alternatives(
             _best_counts(judge, mtp_num_layers),
         ]
     if yours is not None:
-        found.append(judge.alternative(YOURS, _checked(yours, num_layers, mtp_num_layers, topology, mtp_last)))
+        found.append(judge.alternative(YOURS, checked(yours)))
     for text in compared:
-        find_layout = _checked(parse_layout(text), num_layers, mtp_num_layers, topology, mtp_last)
-        found.append(replace(judge.alternative(text, find_layout), layout=parse_layout(text)))
+        layout = parse_layout(text)
+        found.append(replace(judge.alternative(text, checked(lambda layout=layout: layout)), layout=layout))
     return found
-
-
-def _checked(layout: Layout, *job: object) -> Callable[[], Layout]:
-    def find() -> Layout:
-        stock.check_layout(layout, *job)
-        return layout
-
-    return find
 
 
 def _best_counts(judge: Judge, mtp_num_layers: int) -> Alternative:

@@ -6,13 +6,15 @@ import io
 import json
 import os
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from megatron_balance.errors import BalanceError
 from megatron_balance.files import write_text
-from megatron_balance.schedule.simulate import Timeline
+
+if TYPE_CHECKING:
+    from megatron_balance.schedule.simulate import Timeline
 
 _KINDS = ("forward", "backward")
 _COLOURS = {"forward": "#3b7dd8", "backward": "#f2994a"}
