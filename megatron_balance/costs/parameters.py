@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_balance.model import Experts, LayerKind, ModelSpec
+from megatron_balance.model import Experts, LatentAttention, LayerKind, Mamba, ModelSpec
 from megatron_balance.topology import Topology
+
+_CONVOLVED_TOKENS = 4  # Megatron's d_conv of Mamba layers
 
 
 @dataclass(frozen=True)
@@ -104,41 +106,93 @@ class _Count:
         return self.words + Parameters(self.model.hidden_size * self.model.max_position_embeddings * learned)
 
     def mtp(self, own_embedding: bool) -> Parameters:
-        """Of all depths: two norms, a projection of both joined, a layer and its final norm."""
+        """Of all depths: two norms, a projection of both joined, layers and a final norm."""
         model = self.model
         if not model.mtp_num_layers:
             return Parameters()
         projection = Parameters(_column(2 * model.hidden_size, model.hidden_size, self.tensor_size, bias=False))
-        depth = self.norm * 3 + projection + self.layer(model.layers[-1])
+        depth = sum((self.layer(kind) for kind in model.depth_layers), self.norm * 3 + projection)
         return depth * model.mtp_num_layers + (self.embedding if own_embedding else Parameters())
 
     def layer(self, kind: LayerKind) -> Parameters:
-        mlp = self._moe(self.model.experts) if kind.moe else Parameters(self._mlp(self.model.ffn_hidden_size))
-        return self.norm * 2 + Parameters(self._attention()) + mlp
+        parts = Parameters()
+        if kind.mixer is not None:
+            parts += self.norm + Parameters(self._mixer(kind))
+        if kind.feed_forward is not None:
+            parts += self.norm + self._feed_forward(kind)
+        return parts
+
+    def _mixer(self, kind: LayerKind) -> int:
+        if kind.mixer == "mamba":
+            return self._mamba(self.model.mamba)
+        if kind.mixer == "linear":
+            return self._replacement()
+        latent = self.model.latent_attention
+        return self._latent_attention(latent) if latent else self._attention(kind)
+
+    def _feed_forward(self, kind: LayerKind) -> Parameters:
+        if kind.feed_forward == "linear":
+            return Parameters(self._replacement())
+        if kind.moe:
+            return self._moe(self.model.experts)
+        return Parameters(self._mlp(kind.ffn_hidden_size or self.model.ffn_hidden_size))
+
+    def _replacement(self) -> int:
+        """One matrix in the place of attention or MLP."""
+        model = self.model
+        return _column(model.hidden_size, model.hidden_size, self.tensor_size, model.add_bias_linear)
 
     def _norm(self, size: int) -> int:
         return size * (2 if self.model.normalization == "LayerNorm" else 1)
 
-    def _attention(self) -> int:
+    def _attention(self, kind: LayerKind) -> int:
         model, tensor = self.model, self.tensor_size
-        qkv = _column(model.hidden_size, model.query_size + 2 * model.kv_size, tensor, model.add_qkv_bias)
+        kv_size = (kind.num_query_groups or model.num_query_groups) * model.kv_channels
+        widths = model.query_size * (1 + model.attention_output_gate) + 2 * kv_size
+        qkv = _column(model.hidden_size, widths, tensor, model.add_qkv_bias)
         output = _row(model.query_size, model.hidden_size, tensor, model.add_bias_linear)
         norms = 2 * self._norm(model.kv_channels) * model.qk_layernorm
-        return qkv + output + norms + model.num_attention_heads // tensor * model.learnable_softmax
+        return qkv + output + norms + self._softmax_offsets
 
-    def _mlp(self, ffn_hidden_size: int, tensor_size: int | None = None) -> int:
-        model, tensor = self.model, tensor_size or self.tensor_size
+    def _latent_attention(self, latent: LatentAttention) -> int:
+        """No projection but the last has a bias. Transformer Engine's projections down are whole on every rank."""
+        model, tensor, heads = self.model, self.tensor_size, self.model.num_attention_heads
+        down = [latent.kv_lora_rank + latent.qk_pos_emb_head_dim, latent.q_lora_rank or 0]
+        shards = 1 if model.fused_kernels else tensor
+        up = _column(latent.q_lora_rank or model.hidden_size, heads * latent.head_dim, tensor, bias=False)
+        up += _column(latent.kv_lora_rank, heads * (latent.qk_head_dim + latent.v_head_dim), tensor, bias=False)
+        norms = self._norm(latent.kv_lora_rank + (latent.q_lora_rank or 0)) * model.qk_layernorm
+        output = _row(heads * latent.v_head_dim, model.hidden_size, tensor, model.add_bias_linear)
+        return model.hidden_size * sum(width // shards for width in down) + up + norms + output + self._softmax_offsets
+
+    @property
+    def _softmax_offsets(self) -> int:
+        return self.model.num_attention_heads // self.tensor_size * self.model.learnable_softmax
+
+    def _mamba(self, mamba: Mamba) -> int:
+        """Two projections, a convolution with its bias, three values a head and a norm of all heads."""
+        hidden, tensor = self.model.hidden_size, self.tensor_size
+        projections = _column(hidden, mamba.projected_size, tensor, bias=False)
+        projections += _row(mamba.inner_size, hidden, tensor, bias=False)
+        others = mamba.convolved_size * (_CONVOLVED_TOKENS + 1) + 3 * mamba.num_heads + mamba.inner_size
+        return projections + others // tensor
+
+    def _mlp(self, ffn_hidden_size: int, tensor_size: int | None = None, input_size: int | None = None) -> int:
+        model, tensor, outside = self.model, tensor_size or self.tensor_size, input_size or self.model.hidden_size
         first = ffn_hidden_size * (2 if model.gated else 1)
         bias = model.add_bias_linear
-        return _column(model.hidden_size, first, tensor, bias) + _row(ffn_hidden_size, model.hidden_size, tensor, bias)
+        return _column(outside, first, tensor, bias) + _row(ffn_hidden_size, outside, tensor, bias)
 
     def _moe(self, experts: Experts) -> Parameters:
-        hidden = self.model.hidden_size
-        router = experts.count * (hidden + self.model.add_bias_linear)
+        hidden, bias = self.model.hidden_size, self.model.add_bias_linear
+        router = experts.count * (hidden + bias)
         shared = self._mlp(experts.shared_ffn_hidden_size) if experts.shared_ffn_hidden_size else 0
         gate = hidden * experts.shared_gate
+        latent = experts.latent_size or 0
+        to_latent = 2 * hidden * latent + bias * (hidden + latent) * (latent > 0)
         own = experts.count * experts.tensor_shards // experts.shards
-        return Parameters(router + shared + gate, own * self._mlp(experts.ffn_hidden_size, experts.tensor_shards))
+        expert = self._mlp(experts.ffn_hidden_size, experts.tensor_shards, experts.latent_size)
+        return Parameters(router + shared + gate + to_latent, own * expert)
 
 
 def _column(inputs: int, outputs: int, tensor_size: int, bias: bool) -> int:

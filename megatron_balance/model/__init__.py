@@ -4,7 +4,7 @@
 ``hybrid`` for layer patterns of Mamba models and ``heterogeneous`` for layers with a configuration of their own.
 """
 
-from megatron_balance.model.arguments import layer_kinds, refuse_uncovered
+from megatron_balance.model.arguments import hybrid_pattern, layer_kinds, refuse_uncovered
 from megatron_balance.model.hybrid import HybridPattern
 from megatron_balance.model.kinds import Experts, LatentAttention, LayerKind, Mamba, Recompute
 from megatron_balance.model.spec import DTYPE_BYTES, ModelSpec
@@ -18,6 +18,7 @@ __all__ = [
     "Mamba",
     "ModelSpec",
     "Recompute",
+    "hybrid_pattern",
     "layer_kinds",
     "refuse_uncovered",
 ]

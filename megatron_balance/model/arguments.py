@@ -320,5 +320,3 @@ def _recompute(arguments: Mapping[str, Any]) -> Recompute:
         num_layers=_size(arguments, "recompute_num_layers", default=1) if granularity == "full" else None,
         modules=tuple(arguments.get("recompute_modules") or ["core_attn"]) if granularity == "selective" else (),
     )
-
-

@@ -69,7 +69,9 @@ def _groups(attention: Mapping[str, Any], key: str, heads: int) -> int | None:
     """Query groups, given or as query heads in each of them."""
     if "num_query_groups" in attention:
         groups = _size(attention, "num_query_groups", key)
-        reading.checked(groups, f"{key}.num_query_groups", heads % (groups or 1) == 0, f"a divisor of {heads} attention heads")
+        reading.checked(
+            groups, f"{key}.num_query_groups", heads % (groups or 1) == 0, f"a divisor of {heads} attention heads"
+        )
         return groups
     in_group = _size(attention, "n_heads_in_group", key)
     if in_group is None:

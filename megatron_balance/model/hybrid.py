@@ -47,7 +47,9 @@ class HybridPattern:
         for letter in pattern.letters + "".join(depths):
             _check(letter, text)
         if not pattern.letters:
-            raise BalanceError(f"hybrid_layer_pattern {text!r} has no layers: give at least one of {' '.join(_LETTERS)}")
+            raise BalanceError(
+                f"hybrid_layer_pattern {text!r} has no layers: give at least one of {' '.join(_LETTERS)}"
+            )
         if len({*depths}) > 1:
             raise BalanceError(f"hybrid_layer_pattern {text!r} has prediction depths that differ: write them all alike")
         return pattern

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container, Mapping
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
 from itertools import groupby
 from typing import Any
 
@@ -75,7 +75,7 @@ class ModelSpec:
     fused_kernels: bool = True
     cross_entropy_fusion: str | None = None
     sequence_parallel: bool = False
-    recompute: Recompute = Recompute()
+    recompute: Recompute = field(default_factory=Recompute)
 
     def __post_init__(self) -> None:
         if not self.layers:
@@ -142,7 +142,7 @@ def _describe(layers: tuple[LayerKind, ...]) -> str:
 
 def _flatten(value: Any, prefix: str = "", skip: Container[str] = ()) -> dict[str, int | str | bool | float | None]:
     flat: dict[str, int | str | bool | float | None] = {}
-    for name in (field.name for field in fields(value) if field.name not in skip):
+    for name in (each.name for each in fields(value) if each.name not in skip):
         entry = getattr(value, name)
         if is_dataclass(entry):
             flat |= _flatten(entry, prefix=f"{prefix}{name}_")
