@@ -34,14 +34,23 @@ ANALYTIC, PROFILE = "analytic", "profile"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of the command; all others are Megatron's."""
     parser.add_argument(
-        "--hf-config", metavar="FILE", help="take the model from a Hugging Face config.json; Megatron's flags outrank it"
+        "--hf-config",
+        metavar="FILE",
+        help="take the model from a Hugging Face config.json; Megatron's flags outrank it",
     )
     parser.add_argument(
-        "--num-microbatches", type=int, metavar="M", help="of a step (default: from --global-batch-size and --world-size)"
+        "--num-microbatches",
+        type=int,
+        metavar="M",
+        help="of a step (default: from --global-batch-size and --world-size)",
     )
     parser.add_argument("--world-size", type=int, metavar="N", help="processes (default: one model replica)")
     parser.add_argument(
-        "--compare", action="append", default=[], metavar="LAYOUT", help="show this layout beside the plan; may be repeated"
+        "--compare",
+        action="append",
+        default=[],
+        metavar="LAYOUT",
+        help="show this layout beside the plan; may be repeated",
     )
     parser.add_argument(
         "--format", choices=FORMATS, default="megatron", help="how the layout is printed (default: %(default)s)"
@@ -54,7 +63,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="write the plan as JSON to FILE, which ends in .json, or to standard output and nothing else there",
     )
     parser.add_argument(
-        "--timeline", metavar="FILE", help="draw the simulated step: .png (needs matplotlib) or .json (for ui.perfetto.dev)"
+        "--timeline",
+        metavar="FILE",
+        help="draw the simulated step: .png (needs matplotlib) or .json (for ui.perfetto.dev)",
     )
     parser.add_argument(
         "--mtp-placement",
@@ -155,7 +166,12 @@ def _costs(options: argparse.Namespace, job: Job, device: Device | None) -> Chai
 
 
 def _report(
-    options: argparse.Namespace, job: Job, costs: ChainCosts, wish: MemoryWish, device: Device | None, say: Callable[[str], None]
+    options: argparse.Namespace,
+    job: Job,
+    costs: ChainCosts,
+    wish: MemoryWish,
+    device: Device | None,
+    say: Callable[[str], None],
 ) -> tuple[Report, Judge]:
     from megatron_balance.planning.planner import plan_job
     from megatron_balance.planning.report import Report

@@ -63,8 +63,7 @@ def deepspeed_class(parts: Sequence[int]) -> str:
     """Python source of a ``PipelineModule`` that is cut at ``parts``.
 
     ``partition_method`` knows rules (uniform, parameters, type:NAME), no indices, so the method that applies them is replaced.
-    Source: ``deepspeed/runtime/pipe/module.py``, where it sets ``self.parts`` and this rank's bounds, and ``self.parts`` is read for
-    tied weights.
+    Source: ``deepspeed/runtime/pipe/module.py``, where that method sets ``self.parts`` and this rank's bounds.
     """
     num_specs, stages = parts[-1], len(parts) - 1
     return f'''\
@@ -74,8 +73,8 @@ from deepspeed.pipe import PipelineModule
 class BalancedPipelineModule(PipelineModule):
     """{num_specs} layer specs on {stages} stages; stage s has specs PARTS[s] to PARTS[s + 1] - 1.
 
-    Assumed specs: 0 is the embedding, 1 to {num_specs - 2} are the transformer layers, {num_specs - 1} is final norm, output layer and
-    loss. If your list has more (a reshape, a norm of its own), move the indices along.
+    Assumed specs: 0 is the embedding, 1 to {num_specs - 2} are the transformer layers, {num_specs - 1} is the head (final
+    norm, output layer, loss). If your list has more (a reshape, a norm apart), move the indices along.
     """
 
     PARTS = {list(parts)}

@@ -85,7 +85,10 @@ class Job:
 
 
 def read_job(
-    argv: Sequence[str], hf_config: str | None = None, num_microbatches: int | None = None, world_size: int | None = None
+    argv: Sequence[str],
+    hf_config: str | None = None,
+    num_microbatches: int | None = None,
+    world_size: int | None = None,
 ) -> Job:
     """Read a Megatron command line, on top of a Hugging Face config where one is given.
 
@@ -158,7 +161,9 @@ def _size(arguments: Mapping[str, Any], name: str) -> int:
 def _num_microbatches(arguments: Mapping[str, Any], sequences: int) -> int:
     batch = arguments.get("global_batch_size")
     if batch is None:
-        raise BalanceError("the number of micro-batches is not known: give --global-batch-size, or --num-microbatches M")
+        raise BalanceError(
+            "the number of micro-batches is not known: give --global-batch-size, or --num-microbatches M"
+        )
     if batch < 1 or batch % sequences:
         raise BalanceError(
             f"--global-batch-size {batch} is no multiple of the {sequences} sequences that one micro-batch takes on all"
@@ -167,9 +172,7 @@ def _num_microbatches(arguments: Mapping[str, Any], sequences: int) -> int:
     return batch // sequences
 
 
-def _virtual_size(
-    arguments: Mapping[str, Any], pattern: HybridPattern | None, pipeline: int, notes: list[str]
-) -> int:
+def _virtual_size(arguments: Mapping[str, Any], pattern: HybridPattern | None, pipeline: int, notes: list[str]) -> int:
     """Stages on each rank, from whichever of Megatron's flags gives them."""
     layout, per_rank, per_stage = map(
         arguments.get, (_LAYOUT, "num_virtual_stages_per_pipeline_rank", "num_layers_per_virtual_pipeline_stage")

@@ -19,6 +19,7 @@ from megatron_balance.reading import Scalar
 from megatron_balance.topology import Topology
 
 _NOTICEABLE = 1e-3  # of a step
+_NO_WISH = MemoryWish()
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ def plan_job(
     arguments: Mapping[str, Any],
     fingerprinted: Mapping[str, Scalar],
     *,
-    wish: MemoryWish = MemoryWish(),
+    wish: MemoryWish = _NO_WISH,
     device: Device | None = None,
     mtp_last: bool = True,
     allow_empty: bool = False,
@@ -96,7 +97,9 @@ def plan_job(
     unlimited = make(None)
     if limit_bytes is None or max(unlimited.peak_bytes) <= limit_bytes:
         return Planned(replace(unlimited, limit_bytes=limit_bytes), memory)
-    say(f"the fastest split needs {max(unlimited.peak_bytes) / 1e9:.1f} GB: searching those of {limit_bytes / 1e9:.1f} GB")
+    say(
+        f"the fastest split needs {max(unlimited.peak_bytes) / 1e9:.1f} GB: searching those of {limit_bytes / 1e9:.1f} GB"
+    )
     plan = make(limit_bytes)
     plan = replace(plan, limited_by=_limited_by_memory(plan, unlimited) or plan.limited_by)
     return Planned(plan, memory, unlimited, make(1.1 * limit_bytes, plan.layers) if asks_more else None)
@@ -111,7 +114,9 @@ def mtp_stages(topology: Topology) -> range:
     return range(max(first, min(1, topology.num_stages - 1)), topology.num_stages)
 
 
-def layout_of_wish(like: str, num_layers: int, mtp_num_layers: int, topology: Topology, mtp_last: bool = False) -> Layout:
+def layout_of_wish(
+    like: str, num_layers: int, mtp_num_layers: int, topology: Topology, mtp_last: bool = False
+) -> Layout:
     """The layout that ``--balanced-pipeline-memory-like`` names.
 
     Raises:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_balance.pipeline.plan import Plan
 from megatron_balance.planning.job import Job
 from megatron_balance.planning.planner import Planned
 from megatron_balance.planning.study import Alternative, HeadScale
-from megatron_balance.pipeline.plan import Plan
 
 
 @dataclass(frozen=True)
@@ -50,8 +50,8 @@ class Report:
         Keys: ``layout`` (for ``--pipeline-model-parallel-layout``, or ``--hybrid-layer-pattern``); ``stages``, in the order of the
         layout, each with the peak memory of the rank that has it; ``iteration_s``; ``iteration_over_even``,
         ``lower_bound_over_even``: over a perfectly even split of the same work under the same schedule; ``proven``: the bound
-        shows that no split is noticeably faster; ``bubble_fraction``; ``limited_by``; ``sensitivity``: for several costs of the head,
-        ``gain`` being the share by which the best of Megatron's flags takes longer; ``alternatives``.
+        shows that no split is noticeably faster; ``bubble_fraction``; ``limited_by``; ``sensitivity``: for several costs of the
+        head, ``gain`` being the share by which the best of Megatron's flags takes longer; ``alternatives``.
         """
         plan, ranks = self.plan, self.plan.topology.pipeline_size
         return {

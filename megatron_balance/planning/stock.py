@@ -54,7 +54,9 @@ def counted_split(num_layers: int, topology: Topology, first: int | None, last: 
     if bool(middle_ranks) != bool(middle) or middle < 0:
         raise BalanceError(f"{middle} layers are left for {middle_ranks} ranks between")
     if middle_ranks and middle % (middle_ranks * chunks):
-        raise BalanceError(f"the {middle} layers left are no multiple of {middle_ranks} ranks * {chunks} virtual stages")
+        raise BalanceError(
+            f"the {middle} layers left are no multiple of {middle_ranks} ranks * {chunks} virtual stages"
+        )
     of_ranks = [middle // middle_ranks if middle_ranks else 0] * ranks
     if first is not None:
         of_ranks[0] = first

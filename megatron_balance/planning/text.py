@@ -76,7 +76,9 @@ def _more_memory(report: Report) -> str | None:
         return None
     parts = []
     if planned.tenth_more is not None:
-        parts.append(f"a limit of {1.1 * plan.limit_bytes / _GB:.1f} GB (+10 %) would gain {_gain(plan, planned.tenth_more)}")
+        parts.append(
+            f"a limit of {1.1 * plan.limit_bytes / _GB:.1f} GB (+10 %) would gain {_gain(plan, planned.tenth_more)}"
+        )
     peak = max(planned.unlimited.peak_bytes) / _GB
     parts.append(f"no limit {_gain(plan, planned.unlimited)}, with {peak:.1f} GB on the fullest rank")
     return "; ".join(parts)
@@ -98,8 +100,8 @@ def _ways_out(report: Report) -> str | None:
     virtual = " or virtual stages" if plan.topology.virtual_size > 1 else ""
     return (
         f"no split helps against a head of {head_s * stages / total_s:.2f} even stages: the step stays"
-        f" {100 * (plan.bound_s / plan.even_step_s - 1):.1f} % above an even one at least. Use {most} stages or fewer (fewer pipeline"
-        f" ranks{virtual}, with tensor parallelism in their place), or a smaller vocabulary"
+        f" {100 * (plan.bound_s / plan.even_step_s - 1):.1f} % above an even one at least. Use {most} stages or fewer (fewer"
+        f" pipeline ranks{virtual}, with tensor parallelism in their place), or a smaller vocabulary"
     )
 
 

@@ -32,7 +32,9 @@ def check_timeline_file(path: str) -> None:
     if path.endswith(".png"):
         _matplotlib()
     elif not path.endswith(".json"):
-        raise BalanceError(f"--timeline {path}: end the name in .png (a picture) or .json (a trace for ui.perfetto.dev)")
+        raise BalanceError(
+            f"--timeline {path}: end the name in .png (a picture) or .json (a trace for ui.perfetto.dev)"
+        )
 
 
 def draw_timeline(path: str | os.PathLike[str], timelines: Mapping[str, Timeline]) -> None:
@@ -137,7 +139,11 @@ def _panel(axes: Any, name: str, timeline: Timeline) -> None:
                 start_s, end_s = timeline.start_s[rank, shown], timeline.end_s[rank, shown]
                 bars = list(zip(start_s, end_s - start_s, strict=True))
                 axes.broken_barh(
-                    bars, (rank - _BAR / 2, _BAR), facecolors=_shade(kind, chunk, chunks), edgecolor="white", linewidth=0.3
+                    bars,
+                    (rank - _BAR / 2, _BAR),
+                    facecolors=_shade(kind, chunk, chunks),
+                    edgecolor="white",
+                    linewidth=0.3,
                 )
     axes.set_yticks(range(ranks), [f"rank {rank}" for rank in range(ranks)])
     axes.set_ylim(ranks - 0.5, -0.5)
@@ -160,9 +166,13 @@ def _legend(timelines: Mapping[str, Timeline]) -> list[Any]:
     from matplotlib.patches import Patch
 
     chunks = max(int(timeline.order.chunk.max()) + 1 for timeline in timelines.values())
-    patches = [Patch(color=_shade(kind, 0, chunks), label=kind + (", chunk 0" if chunks > 1 else "")) for kind in _KINDS]
+    patches = [
+        Patch(color=_shade(kind, 0, chunks), label=kind + (", chunk 0" if chunks > 1 else "")) for kind in _KINDS
+    ]
     if chunks > 1:
-        patches += [Patch(color=_shade(kind, chunks - 1, chunks), label=f"{kind}, chunk {chunks - 1}") for kind in _KINDS]
+        patches += [
+            Patch(color=_shade(kind, chunks - 1, chunks), label=f"{kind}, chunk {chunks - 1}") for kind in _KINDS
+        ]
     return [*patches, Patch(color=_IDLE, label="waiting")]
 
 
@@ -178,5 +188,3 @@ def _matplotlib() -> None:
             "a timeline as .png needs matplotlib, which is not installed: pip install 'megatron_balance[timeline]', or name a"
             " .json file for ui.perfetto.dev"
         ) from error
-
-
