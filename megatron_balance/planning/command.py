@@ -173,6 +173,7 @@ def _report(
     device: Device | None,
     say: Callable[[str], None],
 ) -> tuple[Report, Judge]:
+    from megatron_balance.planning import stock
     from megatron_balance.planning.planner import plan_job
     from megatron_balance.planning.report import Report
     from megatron_balance.planning.study import Judge, alternatives, best_rival, sensitivity
@@ -189,7 +190,7 @@ def _report(
         job.model.fingerprint,
         wish=wish,
         device=device,
-        mtp_last=mtp_last,
+        mtp_stages=None if mtp_last or not job.model.mtp_num_layers else stock.mtp_stages(job.topology),
         allow_empty=job.runs_empty_stages,
         starts=_starts(job, mtp_last),
         say=say,

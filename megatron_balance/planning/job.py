@@ -17,6 +17,7 @@ from megatron_balance.topology import Topology
 
 _LAYOUT = "pipeline_model_parallel_layout"
 _ACCOUNT = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
+_OWN_BLOCKS = ("heterogeneous_layers_config_path", "heterogeneous_layers_config_encoded_json")
 _COUNTS = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
 
 
@@ -73,11 +74,11 @@ class Job:
 
     @property
     def runs_empty_stages(self) -> bool:
-        """Whether a stage between the first and the last may be without layers.
+        """Whether a stage between the first and the last may be without layers, as Megatron core from 0.14 on runs them.
 
-        Megatron core from 0.14 on runs them, but reports of hangs with experts are open.
+        It cannot load a rank without any layer, as its only stage would make one.
         """
-        return self.model.experts is None and self.pattern is None
+        return self.topology.virtual_size > 1
 
     @property
     def _pattern_stages(self) -> tuple[str, ...]:
@@ -106,6 +107,11 @@ def read_job(
     pattern = hybrid_pattern(arguments)
     notes: list[str] = []
     topology = _topology(arguments, pattern, num_microbatches, world_size, notes)
+    if topology.virtual_size > 1 and any(arguments.get(name) for name in _OWN_BLOCKS):
+        raise BalanceError(
+            "Megatron cannot build layers that each have a configuration of their own in several virtual stages a rank: leave"
+            " out --num-virtual-stages-per-pipeline-rank and --num-layers-per-virtual-pipeline-stage"
+        )
     return Job(arguments, tuple(line.ignored), ModelSpec.from_arguments(arguments), topology, pattern, tuple(notes))
 
 

@@ -48,7 +48,7 @@ def plan_job(
     *,
     wish: MemoryWish = _NO_WISH,
     device: Device | None = None,
-    mtp_last: bool = True,
+    mtp_stages: Sequence[int] | None = None,
     allow_empty: bool = False,
     starts: Sequence[Sequence[int]] = (),
     p2p_s: float = 0.0,
@@ -65,8 +65,8 @@ def plan_job(
         fingerprinted: names and values that the plan holds for.
         wish: what the command line says about memory.
         device: whose memory limits a rank where ``wish`` does not; None for no limit.
-        mtp_last: whether multi-token prediction must be in the last stage; else it may be in the last chunk of any rank.
-        allow_empty: whether stages between the first and the last may be without layers.
+        mtp_stages: stages in which multi-token prediction may stand; None is the last only.
+        allow_empty: whether stages between the first and the last may be without layers, though no rank may be without any.
         starts: more splits to search from, such as the user's own.
         p2p_s: seconds of a transfer between stages.
         say: told what goes on.
@@ -76,21 +76,16 @@ def plan_job(
         BalanceError: nothing fits the memory, a layout in ``wish`` is not one of this job, or as ``make_plan``.
     """
     memory = chain_memory(model, topology, Optimizer.from_arguments(arguments))
-    limit_bytes = _limit_bytes(wish, device, memory, model, topology, mtp_last)
+    limit_bytes = _limit_bytes(wish, device, memory, model, topology, mtp_last=mtp_stages is None)
 
     def make(limit_bytes: float | None, *more_starts: Sequence[int]) -> Plan:
-        plan = make_plan(
-            costs,
-            topology,
-            fingerprinted,
-            model.mtp_num_layers,
-            p2p_s,
-            memory=None if limit_bytes is None else MemoryLimit(memory, limit_bytes),
-            allow_empty=allow_empty,
-            mtp_stages=None if mtp_last or not model.mtp_num_layers else mtp_stages(topology),
-            starts=[*starts, *more_starts],
-            say=say,
-        )
+        limit = None if limit_bytes is None else MemoryLimit(memory, limit_bytes)
+        search = {"memory": limit, "mtp_stages": mtp_stages, "starts": [*starts, *more_starts], "say": say}
+        plan = make_plan(costs, topology, fingerprinted, model.mtp_num_layers, p2p_s, allow_empty=allow_empty, **search)
+        if plan.split.empty_ranks(topology.pipeline_size):
+            say("the fastest split leaves a rank without any layer, which Megatron cannot load: planning without empty stages")
+            search["starts"] = [split for split in search["starts"] if min(split[1:-1], default=1)]
+            plan = make_plan(costs, topology, fingerprinted, model.mtp_num_layers, p2p_s, **search)
         peaks = rank_peaks(memory, topology, plan.layers, plan.mtp_stage)
         return replace(plan, peak_bytes=tuple(map(float, peaks)))
 
@@ -103,15 +98,6 @@ def plan_job(
     plan = make(limit_bytes)
     plan = replace(plan, limited_by=_limited_by_memory(plan, unlimited) or plan.limited_by)
     return Planned(plan, memory, unlimited, make(1.1 * limit_bytes, plan.layers) if asks_more else None)
-
-
-def mtp_stages(topology: Topology) -> range:
-    """Stages in which Megatron core 0.16 and newer takes multi-token prediction: the last chunks of all ranks.
-
-    The first rank of several is left out: it would have to hold all layers.
-    """
-    first = topology.num_stages - topology.pipeline_size
-    return range(max(first, min(1, topology.num_stages - 1)), topology.num_stages)
 
 
 def layout_of_wish(
