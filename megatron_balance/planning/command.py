@@ -136,11 +136,11 @@ def _check_files(options: argparse.Namespace) -> None:
 
 
 def _check_topology(job: Job) -> None:
-    from megatron_balance.pipeline.chain import least_layers
+    from megatron_balance.pipeline.chain import check_stages
     from megatron_balance.schedule.order import check_schedule
 
     check_schedule(job.topology)
-    least_layers(job.model.num_layers, job.topology.num_stages)
+    check_stages(job.model.num_layers, job.topology.num_stages)
 
 
 def _costs(options: argparse.Namespace, job: Job, device: Device | None) -> ChainCosts:

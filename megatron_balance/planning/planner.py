@@ -83,7 +83,9 @@ def plan_job(
         search = {"memory": limit, "mtp_stages": mtp_stages, "starts": [*starts, *more_starts], "say": say}
         plan = make_plan(costs, topology, fingerprinted, model.mtp_num_layers, p2p_s, allow_empty=allow_empty, **search)
         if plan.split.empty_ranks(topology.pipeline_size):
-            say("the fastest split leaves a rank without any layer, which Megatron cannot load: planning without empty stages")
+            say(
+                "the fastest split leaves a rank without any layer, which Megatron cannot load: planning without empty stages"
+            )
             search["starts"] = [split for split in search["starts"] if min(split[1:-1], default=1)]
             plan = make_plan(costs, topology, fingerprinted, model.mtp_num_layers, p2p_s, **search)
         peaks = rank_peaks(memory, topology, plan.layers, plan.mtp_stage)
