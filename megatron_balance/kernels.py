@@ -266,7 +266,7 @@ def _scratch(problem):
 def _judge(problem, layers, durations, free, end):
     """What a split is worth, less being better; ``end`` is left as the last simulated scenario filled it."""
     stages = layers.size
-    update = _update(problem, layers)
+    update, _ = _update(problem, layers)
     worst = 0.0
     for scenario in range(problem.weights.size):
         stop = 0
@@ -284,17 +284,18 @@ def _judge(problem, layers, durations, free, end):
 
 @compiled
 def _update(problem, layers):
-    """Seconds of the update of the rank that updates longest."""
+    """Seconds of the update of the rank that updates longest, and that rank."""
     ranks = problem.ranks
-    longest = 0.0
+    longest, longest_rank = -1.0, 0
     for rank in range(ranks):
         seconds, stop = 0.0, 0
         for stage in range(layers.size):
             stop += layers[stage]
             if stage % ranks == rank:
                 seconds += problem.updates[stop] - problem.updates[stop - layers[stage]] + problem.end_updates[stage]
-        longest = max(longest, seconds)
-    return longest
+        if seconds > longest:
+            longest, longest_rank = seconds, rank
+    return longest, longest_rank
 
 
 @compiled
@@ -382,7 +383,8 @@ def _unevenness(durations, stages):
 def _pull_of_stages(problem, end, layers, excess, pull):
     """Seconds that one more mean layer in each stage adds along the critical path, into ``pull`` [stages].
 
-    Where memory is above its limit, what the mean layer adds to that is counted by its punishment.
+    The update that lasts longest is the path's end. Where memory is above its limit, the punishment of what the mean layer
+    adds to it counts, too.
     """
     pull[:] = 0.0
     stages, count = pull.size, problem.before.shape[1] - 1
@@ -392,9 +394,12 @@ def _pull_of_stages(problem, end, layers, excess, pull):
         cost = problem.program.cost[place]
         pull[cost % stages] += problem.before[cost // stages, count] / count
         place = waited_for(problem.program, end, problem.p2p_s, place)
+    room, ranks = problem.room, problem.ranks
+    _, updating = _update(problem, layers)
+    for stage in range(updating, stages, ranks):
+        pull[stage] += problem.updates[count] / count
     if excess == 0.0:
         return
-    room, ranks = problem.room, problem.ranks
     for rank in range(ranks):
         if _peak(problem, layers, rank) <= room.limit_bytes:
             continue

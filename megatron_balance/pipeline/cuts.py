@@ -124,7 +124,9 @@ class CutBound:
             return
         for rank in range(problem.ranks):
             chunks = slice(rank, None, problem.ranks)
-            working = max(room.end_working[chunks].max(), self.blocks.working_bytes if problem.least[chunks].any() else 0.0)
+            working = max(
+                room.end_working[chunks].max(), self.blocks.working_bytes if problem.least[chunks].any() else 0.0
+            )
             for flights in room.flights[room.first_flight[rank] : room.first_flight[rank + 1]]:
                 fixed = room.ends[0, chunks].sum() + flights @ room.ends[1, chunks] + working
                 _, layers = self._row(-np.inf, 1.0 + 1e-9 - fixed / room.limit_bytes)

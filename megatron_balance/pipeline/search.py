@@ -270,7 +270,9 @@ def _no_room(cases: Sequence[Case]) -> BalanceError:
     lightest = []
     for case in cases:
         splits = np.unique([lighten(case.problem, split) for split in starting_splits(case)], axis=0)
-        lightest += [(peaks.max(), int(peaks.argmax()), split) for split in splits for peaks in [peaks_of(case.problem, split)]]
+        lightest += [
+            (peaks.max(), int(peaks.argmax()), split) for split in splits for peaks in [peaks_of(case.problem, split)]
+        ]
     peak, rank, split = min(lightest, key=lambda each: each[0])
     limit = cases[0].problem.room.limit_bytes
     return BalanceError(

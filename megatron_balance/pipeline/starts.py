@@ -30,7 +30,10 @@ def starting_splits(case: Case) -> np.ndarray:
     open_stages = case.mtp_stage + 1  # those behind multi-token prediction hold nothing
     splits = [
         _padded(split, stages)
-        for split in (*_rows(num_layers, open_stages, case.topology.pipeline_size), *_smallest_maximum(case, open_stages))
+        for split in (
+            *_rows(num_layers, open_stages, case.topology.pipeline_size),
+            *_smallest_maximum(case, open_stages),
+        )
     ]
     splits = np.array([*megatron_splits(num_layers, stages), *splits, _front(num_layers, least)], dtype=np.int64)
     return np.unique(splits[case.admits(splits)], axis=0)
@@ -53,7 +56,9 @@ def _rows(num_layers: int, stages: int, ranks: int) -> Iterator[np.ndarray]:
     It goes to the last chunk row's first ranks, faster and lighter in interleaved schedules than the first's, or to that.
     """
     turn = np.arange(stages)
-    from_last_row = np.concatenate([turn[stages - stages % ranks :], *(turn[: stages - stages % ranks].reshape(-1, ranks)[::-1])])
+    from_last_row = np.concatenate(
+        [turn[stages - stages % ranks :], *(turn[: stages - stages % ranks].reshape(-1, ranks)[::-1])]
+    )
     for relief in range(num_layers // max(stages - 1, 1) + 1):
         level = min((num_layers + relief) // stages, num_layers // max(stages - 1, 1))
         split = np.full(stages, level)
