@@ -179,6 +179,7 @@ class CostTable:
 def shapes_of(model: ModelSpec, topology: Topology) -> dict[str, Scalar]:
     """What the costs of one micro-batch on one rank depend on: neither number of layers nor of stages."""
     shapes = {name: value for name, value in model.fingerprint.items() if name != "layers"}
+    shapes["mtp_layers"] = " ".join(map(str, model.depth_layers))  # also where they repeat the last layer
     sizes = {name: getattr(topology, name) for name in ("micro_batch_size", "tensor_size", "context_size")}
     return {**shapes, **sizes}
 

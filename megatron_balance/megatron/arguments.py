@@ -11,6 +11,7 @@ from megatron_balance.errors import BalanceError
 
 FLAG = "--balanced-pipeline"
 PROFILE, ANALYTIC = "profile", "analytic"
+ANY, LAST = "any", "last"
 _MOST_LAYERS = 1e6  # as a weight; beyond it the layers vanish in the rounding of sums
 
 
@@ -54,6 +55,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         help="Plan on estimates for this device: A100, H100, H200, B200, generic (a GPU), cpu. For a dry run on a login node.",
     )
     group.add_argument(
+        f"{FLAG}-mtp-placement",
+        metavar="any|last",
+        help="Stage of the multi-token-prediction layers: any of those that Megatron runs them in (any; the default), or the"
+        " last one, beside the head (last).",
+    )
+    group.add_argument(
         f"{FLAG}-plan",
         metavar="FILE",
         help="Keep the plan in FILE (JSON): read when it exists, where it must be of this model, topology and costs, and written"
@@ -86,6 +93,7 @@ class Options:
         embedding_weight, head_weight: (forward, backward) cost in layers, None for what was measured or estimated.
         costs: ``profile``, ``analytic`` or the name of a costs file; None where the command line does not say.
         device: whose speeds the estimate takes, None for the one here.
+        mtp_placement: ``any`` or ``last``.
         plan_file: where the plan is kept, None for nowhere.
         replan: whether a resumed checkpoint may change its layout.
         dry_run: processes to plan for without training, 0 for one model replica; None to train.
@@ -95,6 +103,7 @@ class Options:
     head_weight: tuple[float, float] | None
     costs: str | None
     device: Device | None
+    mtp_placement: str
     plan_file: str | None
     replan: bool
     dry_run: int | None
@@ -116,7 +125,7 @@ class Options:
         Raises:
             BalanceError: a value is not usable, or an option is given without the flag that it belongs to.
         """
-        names = ("embedding-weight", "head-weight", "costs", "device", "plan", "replan", "dry-run")
+        names = ("embedding-weight", "head-weight", "costs", "device", "mtp-placement", "plan", "replan", "dry-run")
         values = {name: getattr(args, f"balanced_pipeline_{name}".replace("-", "_"), None) for name in names}
         if not getattr(args, "balanced_pipeline", False):
             for name, value in values.items():
@@ -133,11 +142,14 @@ class Options:
             raise BalanceError(
                 f"{FLAG}-device {device} is for estimates, {FLAG}-costs {values['costs']} takes others: leave one out"
             )
+        if values["mtp-placement"] not in (None, ANY, LAST):
+            raise BalanceError(f"{FLAG}-mtp-placement {values['mtp-placement']}: must be {ANY} or {LAST}")
         return cls(
             embedding_weight=_weight(f"{FLAG}-embedding-weight", values["embedding-weight"]),
             head_weight=_weight(f"{FLAG}-head-weight", values["head-weight"]),
             costs=values["costs"],
             device=None if device is None else device_chosen(device),
+            mtp_placement=values["mtp-placement"] or ANY,
             plan_file=values["plan"],
             replan=bool(values["replan"]),
             dry_run=dry_run,
