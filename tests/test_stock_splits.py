@@ -12,7 +12,18 @@ from megatron_balance.pipeline.layout import parse_layout
 from megatron_balance.planning import stock
 from megatron_balance.topology import Topology
 
-SHAPES = [(8, 4, 1), (7, 4, 1), (9, 2, 1), (10, 4, 1), (8, 2, 2), (14, 4, 2), (15, 4, 2), (2, 4, 1), (6, 3, 2), (7, 1, 1)]
+SHAPES = [
+    (8, 4, 1),
+    (7, 4, 1),
+    (9, 2, 1),
+    (10, 4, 1),
+    (8, 2, 2),
+    (14, 4, 2),
+    (15, 4, 2),
+    (2, 4, 1),
+    (6, 3, 2),
+    (7, 1, 1),
+]
 
 
 def built_by_megatron(num_layers: int, ranks: int, chunks: int, **flags) -> tuple[int, ...] | None:
@@ -74,7 +85,9 @@ def test_counts_are_all_legal_and_each_split_once() -> None:
     splits = [split for _, _, split in stock.counts(14, topology)]
     assert len(set(splits)) == len(splits) > 3
     pairs = itertools.product((None, *range(1, 15)), repeat=2)
-    legal = {split for pair in pairs if pair != (None, None) and (split := ours(stock.counted_split, 14, topology, *pair))}
+    legal = {
+        split for pair in pairs if pair != (None, None) and (split := ours(stock.counted_split, 14, topology, *pair))
+    }
     assert set(splits) == legal
     assert list(stock.counts(8, Topology(1, 4))) == []
 
@@ -82,7 +95,10 @@ def test_counts_are_all_legal_and_each_split_once() -> None:
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ("Ett|tt|tt|ttL", "it has 4 stages, this job 2 stages; plan for --num-virtual-stages-per-pipeline-rank 2 to compare"),
+        (
+            "Ett|tt|tt|ttL",
+            "it has 4 stages, this job 2 stages; plan for --num-virtual-stages-per-pipeline-rank 2 to compare",
+        ),
         ("Ett|tt|ttL", "it has 3 stages, this job 2 stages$"),
         ("Ettt|tttL", "it has 6 layers, the model 8"),
         ("Ettt|tttttmL", "it has 1 m, the model 0"),

@@ -126,9 +126,12 @@ def _uniform(plan: Plan) -> str:
 
 
 def _bound(plan: Plan) -> str:
+    fills = " that fills every stage" if plan.topology.virtual_size == 1 else ""
+    fits = " and fits the memory" if fills else " that fits the memory"
+    splits = f"no split{fills}{fits if plan.limit_bytes is not None else ''}"
     if plan.step_s <= plan.bound_s * (1 + 1e-9):
-        return "no split that fills every stage is faster"
-    return f"no split that fills every stage is below {_beside(plan.bound_s, plan)}"
+        return f"{splits} is faster"
+    return f"{splits} is below {_beside(plan.bound_s, plan)}{'' if plan.proven else '; whether one comes near is not known'}"
 
 
 def _beside(step_s: float, plan: Plan) -> str:

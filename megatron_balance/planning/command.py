@@ -42,9 +42,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--num-microbatches",
         type=int,
         metavar="M",
-        help="of a step (default: from --global-batch-size and --world-size)",
+        help="of a step (default: from --global-batch-size and the number of processes)",
     )
-    parser.add_argument("--world-size", type=int, metavar="N", help="processes (default: one model replica)")
+    parser.add_argument(
+        "--world-size", type=int, metavar="N", help="processes of the job (default: what torchrun's flags say)"
+    )
     parser.add_argument(
         "--compare",
         action="append",
@@ -115,8 +117,6 @@ def plan(options: argparse.Namespace, argv: Sequence[str]) -> int:
     say = functools.partial(print, file=sys.stderr, flush=True)
     if job.ignored:
         say(f"megatron-balance: without effect on a plan: {' '.join(job.ignored)}")
-    for note in job.notes:
-        say(f"megatron-balance: {note}")
     costs = _costs(options, job, device)
     report, judge = _report(options, job, costs, wish, device, lambda text: say(f"megatron-balance: {text}"))
     _show(options, report)

@@ -107,15 +107,17 @@ def _ways_out(report: Report) -> str | None:
 
 def _alternatives(report: Report) -> Iterator[str]:
     yield "Alternatives"
+    legal = [one for one in report.alternatives if one.legal]
     lines = [("split", "over even", "longer", "memory", "")]
     lines.append(("this plan", f"{report.over_even(report.plan.step_s):.4f}", "", _memory(_peak(report)), ""))
-    lines += [_alternative_row(report, one) for one in report.alternatives]
+    lines += [_alternative_row(report, one) for one in legal]
     yield from aligned(lines, left=(0, 4))
+    for one in report.alternatives:
+        if not one.legal:
+            yield f"  {one.name}: not legal, {one.reason}"
 
 
 def _alternative_row(report: Report, one: Alternative) -> tuple[str, ...]:
-    if not one.legal:
-        return one.name, "", "", "", f"not legal: {one.reason}"
     longer = 100 * (one.step_s / report.plan.step_s - 1)
     return one.name, f"{report.over_even(one.step_s):.4f}", f"{longer:+.1f} %", _memory(one.peak_bytes), one.reason
 
