@@ -37,6 +37,7 @@ setup(
     extras_require={
         "te": ["transformer-engine[pytorch]>=2.1"],
         "flash": ["flash-attn>=2.6"],
+        "timeline": ["matplotlib>=3.8"],
         "quickstart": ["matplotlib>=3.8", "tokenizers>=0.19"],
         "test": ["hypothesis>=6.100", "pytest>=8.0", "ruff>=0.6"],
     },

@@ -21,6 +21,7 @@ _BY_HAND = "Leave out --balanced-pipeline and give Megatron a split by hand with
 _NOT_COVERED = {
     "experimental_attention_variant": ("an experimental or linear attention variant", _BY_HAND),
     "linear_attention_type": ("linear attention", _BY_HAND),
+    "enable_mhc_connections": ("several residual streams (hyper-connections)", _BY_HAND),
     "mtp_use_repeated_layer": ("multi-token prediction with one repeated layer", _BY_HAND),
     "spec": ("a layer specification of your own", _BY_HAND),
 }

@@ -42,6 +42,16 @@ class Layout:
         mtp[-1 if mtp_stage is None else mtp_stage] = mtp_num_layers
         return cls(tuple(layers), tuple(mtp))
 
+    @property
+    def mtp_stage(self) -> int:
+        """The stage of the multi-token-prediction layers; the last where there are none."""
+        return next((stage for stage, count in enumerate(self.mtp) if count), len(self.mtp) - 1)
+
+    def empty_ranks(self, pipeline_size: int) -> list[int]:
+        """Pipeline ranks between the first and the last that hold nothing."""
+        held = [layers + mtp for layers, mtp in zip(self.layers, self.mtp, strict=True)]
+        return [rank for rank in range(1, pipeline_size - 1) if not any(held[rank::pipeline_size])]
+
     def __str__(self) -> str:
         """The string for Megatron: fully expanded, which all versions read alike."""
         stages = ["t" * layers + "m" * mtp for layers, mtp in zip(self.layers, self.mtp, strict=True)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
@@ -17,14 +18,14 @@ from megatron_balance.errors import BalanceError
 from megatron_balance.files import read_text, write_text
 from megatron_balance.pipeline.chain import stage_costs, uniform_layers
 from megatron_balance.pipeline.layout import Layout
-from megatron_balance.pipeline.memory import MemoryLimit
-from megatron_balance.pipeline.search import find_split
+from megatron_balance.pipeline.memory import MemoryLimit, rank_peaks
+from megatron_balance.pipeline.search import NEAR, find_split
 from megatron_balance.reading import Scalar
 from megatron_balance.schedule.simulate import Simulator
 from megatron_balance.topology import Topology
 
 _FORMAT = "megatron-balance plan"
-_FORMAT_VERSION = 3  # 1 had no update_s, 2 no mtp_stage
+_FORMAT_VERSION = 3  # 1 had no update_s, 2 neither mtp_stage nor memory
 _REMEDY = "delete it to plan afresh, or pass another"
 
 
@@ -66,6 +67,9 @@ class Plan:
         even_step_s: the same if the work could be cut into equal stages.
         uniform_step_s: the same with Megatron's uniform split; None where Megatron refuses it.
         bound_s: seconds that no split with whole layers can beat.
+        proven: the bound shows that no split is noticeably faster.
+        peak_bytes: memory of each pipeline rank at its fullest; None where it is not known.
+        limit_bytes: that a rank's memory was not to exceed; None for no limit.
         limited_by: a sentence on what keeps the step from being shorter.
         fingerprinted: names and values of the model, data and hardware that the plan holds for.
         created_by: version of this package.
@@ -83,6 +87,9 @@ class Plan:
     even_step_s: float
     uniform_step_s: float | None
     bound_s: float
+    proven: bool
+    peak_bytes: tuple[float, ...] | None
+    limit_bytes: float | None
     limited_by: str
     fingerprinted: Mapping[str, Scalar]
     created_by: str
@@ -93,9 +100,14 @@ class Plan:
         return tuple(stage.layers for stage in self.stages)
 
     @property
+    def split(self) -> Layout:
+        """What each stage holds."""
+        return Layout.of(self.layers, self.mtp_num_layers, self.mtp_stage)
+
+    @property
     def layout(self) -> str:
         """The value for ``--pipeline-model-parallel-layout``."""
-        return str(Layout.of(self.layers, self.mtp_num_layers, self.mtp_stage))
+        return str(self.split)
 
     @property
     def fingerprint(self) -> str:
@@ -205,12 +217,12 @@ def make_plan(
         costs, simulator, memory=memory, allow_empty=allow_empty, mtp_stages=mtp_stages, starts=starts, say=say
     )
     uniform = uniform_layers(len(costs.layers), topology.num_stages)
-    uniform_step_s = None if uniform is None else _step_s(simulator, stage_costs(costs, uniform))
+    uniform_step_s = None if uniform is None else step_seconds(simulator, stage_costs(costs, uniform))
     layers, mtp_stage = split.layers, split.mtp_stage
     stages = stage_costs(costs, layers, mtp_stage)
-    step_s = _step_s(simulator, stages)
+    step_s = step_seconds(simulator, stages)
     even = (costs.total * (1 / topology.num_stages),) * topology.num_stages
-    even_step_s, even_update_s = _step_s(simulator, even), _update_s(even, topology.pipeline_size)
+    even_step_s, even_update_s = step_seconds(simulator, even), _update_s(even, topology.pipeline_size)
     return Plan(
         topology=topology,
         stages=tuple(
@@ -227,6 +239,9 @@ def make_plan(
         even_step_s=even_step_s,
         uniform_step_s=uniform_step_s,
         bound_s=min(split.bound_s, step_s),
+        proven=split.proven or step_s <= split.bound_s * (1 + NEAR),
+        peak_bytes=None if memory is None else tuple(rank_peaks(memory.chain, topology, layers, mtp_stage).tolist()),
+        limit_bytes=None if memory is None or memory.limit_bytes == math.inf else float(memory.limit_bytes),
         limited_by=_limited_by(
             costs,
             stages,
@@ -268,7 +283,7 @@ def load_plan(path: str | os.PathLike[str]) -> Plan:
     return Plan.from_json(read_text(path, name), name)
 
 
-def _step_s(simulator: Simulator, stages: tuple[ElementCost, ...]) -> float:
+def step_seconds(simulator: Simulator, stages: Sequence[ElementCost]) -> float:
     """The pipeline's seconds, and after it, when the gradient norm has made all ranks meet, those of the longest update."""
     pipeline_s = simulator.step_s([stage.forward_s for stage in stages], [stage.backward_s for stage in stages])
     return pipeline_s + _update_s(stages, simulator.topology.pipeline_size)
@@ -362,6 +377,9 @@ _READERS: dict[str, reading.Reader] = {
     "even_step_s": reading.positive,
     "uniform_step_s": reading.optional(reading.positive),
     "bound_s": reading.number,
+    "proven": reading.flag,
+    "peak_bytes": reading.optional(reading.numbers),
+    "limit_bytes": reading.optional(reading.number),
     "limited_by": reading.text,
     "fingerprinted": reading.scalars,
     "created_by": reading.text,
