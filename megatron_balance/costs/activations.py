@@ -116,7 +116,7 @@ class Activations:
         queries, keys = model.query_size, groups * model.kv_channels
         normed = self._head_norms(queries, keys) if model.qk_layernorm else 0.0
         gate = 3 * self._bytes(queries) * model.attention_output_gate  # what it scales, its sigmoid, its input
-        kept = Saved(normed + gate + self._linear_input(queries), widest=self._bytes(2 * queries + 2 * keys))
+        kept = Saved(normed + gate + self._attended(queries), widest=self._bytes(2 * queries + 2 * keys))
         if model.fused_kernels:
             mixed = self._bytes(queries + 2 * keys) * model.qk_layernorm  # the norms' input
             return kept + Saved(self._bytes(queries + 2 * keys) + mixed) + self._core(queries)
@@ -160,7 +160,7 @@ class Activations:
         if not model.fused_kernels:  # values are slices of the joint projection
             wide += heads * latent.qk_head_dim
         up = self._recomputable(self._bytes(wide), "mla_up_proj")
-        kept = Saved(latents + self._linear_input(outputs), widest=self._bytes(wide + outputs))
+        kept = Saved(latents + self._attended(outputs), widest=self._bytes(wide + outputs))
         return kept + up + self._core(heads * latent.head_dim)
 
     def _mamba(self, mamba: Mamba) -> Saved:
@@ -233,6 +233,11 @@ class Activations:
 
     def _linear_input(self, width: float) -> float:
         return self._bytes(width) * self._linear_share
+
+    def _attended(self, width: float) -> float:
+        """Attention's output, which the projection behind it keeps too: the same tensor where their precision is the same."""
+        apart = self._linear_share < 1
+        return self._linear_input(width) + self._bytes(width) * apart
 
     def _normed(self) -> float:
         """What a norm of the residual stream keeps, without its output."""
