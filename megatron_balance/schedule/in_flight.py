@@ -9,15 +9,21 @@ from megatron_balance.topology import Topology
 
 
 def in_flight(topology: Topology) -> tuple[np.ndarray, ...]:
-    """The Pareto-maximal numbers of micro-batches in flight in each chunk at one time, one int array [k, V] a rank."""
+    """Micro-batches in flight in each chunk at the moments of a step that hold the most; 1F1B: ``min(PP - rank, M)``.
+
+    A micro-batch is in flight in a chunk from the start of its forward pass there to the end of its backward pass.
+
+    Returns:
+        Of each pipeline rank the Pareto-maximal numbers, int64 of shape [k, V]: at no other moment are there at least as
+        many in every chunk, and more in one.
+
+    Raises:
+        BalanceError: Megatron would refuse to run this schedule.
+    """
     order = schedule_order(topology)
-    chunks = np.arange(topology.virtual_size)
-    change = np.where(order.is_backward, -1, 1)[..., None] * (order.chunk[..., None] == chunks)
-    held = np.cumsum(change, axis=1)
-    return tuple(_maximal(np.unique(moments, axis=0)) for moments in held)
-
-
-def _maximal(moments: np.ndarray) -> np.ndarray:
-    """The rows [k, V] that no other row is at least as large as in every place."""
-    above = (moments[None] >= moments[:, None]).all(axis=2) & (moments[None] > moments[:, None]).any(axis=2)
-    return moments[~above.any(axis=1)]
+    of_chunk = order.chunk[..., None] == np.arange(topology.virtual_size)
+    held = np.cumsum(of_chunk * np.where(order.is_backward, -1, 1)[..., None], axis=1)
+    # Only a forward pass right before a backward pass ends a rise. All such moments of a rank hold as many micro-batches
+    # in sum, those of the warm-up and one more, so that none is below another.
+    full = ~order.is_backward[:, :-1] & order.is_backward[:, 1:]
+    return tuple(np.unique(held[rank, :-1][full[rank]], axis=0) for rank in range(topology.pipeline_size))
