@@ -21,13 +21,8 @@ from megatron_balance.megatron.agreement import decide_on_rank_0
 from megatron_balance.megatron.arguments import ANALYTIC, FLAG, PROFILE, Options
 from megatron_balance.megatron.job_costs import costs_of_job, say_devices
 from megatron_balance.megatron.registry import Hook, registry
-<<<<<<< HEAD
-from megatron_balance.model import ModelSpec, refuse_uncovered
-from megatron_balance.pipeline.chain import check_stages
-=======
 from megatron_balance.model import ModelSpec, hybrid_pattern, refuse_uncovered
-from megatron_balance.pipeline.chain import least_layers
->>>>>>> memory
+from megatron_balance.pipeline.chain import check_stages
 from megatron_balance.pipeline.layout import Layout
 from megatron_balance.pipeline.plan import Plan, Scalar, find_plan, make_plan, save_plan
 from megatron_balance.pipeline.show import render_plan

@@ -102,7 +102,6 @@ class CutBound:
         self._add_distances()
         self._add_layers()
         self._add_updates()
-        self._add_memory()
         self._add_order()
         self._add_rank_paths()
 
@@ -138,20 +137,28 @@ class CutBound:
             row[1] = -1.0
             layers[rank :: problem.ranks] = self.blocks.updates / self.unit_s
 
-    def _add_memory(self) -> None:
+    def add_memory(self, split: np.ndarray) -> bool:
+        """Add the limit of each rank at the moment that is its worst with this split, [stages]; False if all are there."""
         problem, room = self.case.problem, self.case.problem.room
         if np.isinf(room.limit_bytes):
-            return
+            return False
+        held = self.blocks.held / room.limit_bytes
+        activations = self.layers_of(split) @ self.blocks.held[1] + room.ends[1]
+        added = False
         for rank in range(problem.ranks):
             chunks = slice(rank, None, problem.ranks)
-            working = max(
-                room.end_working[chunks].max(), self.blocks.working_bytes if problem.least[chunks].any() else 0.0
-            )
-            for flights in room.flights[room.first_flight[rank] : room.first_flight[rank + 1]]:
-                fixed = room.ends[0, chunks].sum() + flights @ room.ends[1, chunks] + working
-                _, layers = self._row(-np.inf, 1.0 + 1e-9 - fixed / room.limit_bytes)
-                held = self.blocks.held / room.limit_bytes
-                layers[chunks] = held[0] + flights[:, None] * held[1]
+            moments = room.flights[room.first_flight[rank] : room.first_flight[rank + 1]]
+            flights = moments[np.argmax(moments @ activations[chunks])]
+            if (key := bytes([*rank.to_bytes(4, "little"), *flights.tobytes()])) in self._seen:
+                continue
+            self._seen.add(key)
+            certain = self.blocks.working_bytes if problem.least[chunks].any() else 0.0
+            working = max(room.end_working[chunks].max(), certain)
+            fixed = room.ends[0, chunks].sum() + flights @ room.ends[1, chunks] + working
+            _, layers = self._row(-np.inf, 1.0 + 1e-9 - fixed / room.limit_bytes)
+            layers[chunks] = held[0] + flights[:, None] * held[1]
+            added = True
+        return added
 
     def _add_order(self) -> None:
         if not self.blocks.ordered:
@@ -265,8 +272,14 @@ def fitting_split(case: Case, near: np.ndarray) -> tuple[bool, np.ndarray | None
     blocks = _Blocks.of(case)
     if blocks is None:
         return True, None
-    tree = CutBound(case, blocks, unit_s=case.costs.total.total_s).solve(near, _MOST_NODES)
-    return tree.bound_s != np.inf, tree.split
+    program = CutBound(case, blocks, unit_s=case.costs.total.total_s)
+    split = near
+    while program.add_memory(split):
+        tree = program.solve(near, _MOST_NODES)
+        if tree.split is None:
+            return tree.bound_s != np.inf, None
+        split = tree.split
+    return True, split
 
 
 def cut_bound(case: Case, bound_s: float, best_s: float, best: np.ndarray) -> Iterator[tuple[float, np.ndarray | None]]:
@@ -283,6 +296,7 @@ def cut_bound(case: Case, bound_s: float, best_s: float, best: np.ndarray) -> It
         return
     program = CutBound(case, blocks, best_s / _SCALE)
     program.look(best)
+    program.add_memory(best)
     nodes, work = _FIRST_NODES, 0.0
     for _ in range(_TREES):
         tree = program.solve(best, nodes, bound_s, best_s * (1 - _CLOSED))
@@ -295,5 +309,6 @@ def cut_bound(case: Case, bound_s: float, best_s: float, best: np.ndarray) -> It
             return
         if tree.split is not None:
             step_s = program.look(tree.split)
-            if step_s < best_s:
+            fits = not program.add_memory(tree.split) and case.fits(tree.split)
+            if fits and step_s < best_s:
                 best, best_s = tree.split, step_s

@@ -200,7 +200,7 @@ def _anneal_from_starts(found: _Found, known: np.ndarray) -> None:
     start = found.layers
     if start is None:
         start = _lightest(case, splits)
-        if peaks_of(case.problem, start).max() > case.problem.room.limit_bytes:
+        if not case.fits(start):
             fits, fitting = fitting_split(case, start)
             if not fits:
                 found.bound_s = np.inf
