@@ -19,7 +19,7 @@ from megatron_balance.pipeline.case import Case
 
 _MOST_BLOCKS = 4  # in model order; with more of them their order is left out of account
 _MOST_KINDS = 12
-_PATHS_A_LOOK = 4
+_PATHS_A_LOOK = 12
 _NEAR_CRITICAL = 0.02  # share of the step that a path may lack to become a cut
 _TREES = 60
 _FIRST_NODES, _MOST_NODES = 100, 5000  # of a tree; doubled whenever a tree proves less than is known
@@ -181,6 +181,19 @@ class CutBound:
             passes[:, rank::ranks] = self.case.topology.num_microbatches
             self._add_path(passes.ravel(), 2 * rank * problem.p2p_s)
 
+    def add_rank_counts(self, best_s: float) -> None:
+        """The most layers that a rank may have before its passes alone take longer than the best step known."""
+        problem, ranks, microbatches = self.case.problem, self.case.problem.ranks, self.case.topology.num_microbatches
+        cheapest_s = self.blocks.seconds.sum(axis=0).min()
+        ends_s = problem.ends[0].sum(axis=0)
+        way_s = np.cumsum(ends_s + problem.least * cheapest_s)
+        for rank in range(ranks):
+            chunks = slice(rank, None, ranks)
+            taken_s = microbatches * ends_s[chunks].sum() + problem.end_updates[chunks].sum()
+            taken_s += way_s[rank - 1] + 2 * rank * problem.p2p_s if rank else 0.0
+            fitting = (best_s - taken_s) / (microbatches * cheapest_s + self.blocks.updates.min())
+            self._row(-np.inf, np.floor(fitting * (1 + _CLOSED)))[1][chunks] = 1.0
+
     def _add_path(self, passes: np.ndarray, waits_s: float) -> bool:
         """Add the path that runs these passes, [2 * stages], with so many seconds of transfers; False if it is there."""
         if (key := passes.tobytes()) in self._seen:
@@ -295,6 +308,7 @@ def cut_bound(case: Case, bound_s: float, best_s: float, best: np.ndarray) -> It
     if blocks is None:
         return
     program = CutBound(case, blocks, best_s / _SCALE)
+    program.add_rank_counts(best_s)
     program.look(best)
     program.add_memory(best)
     nodes, work = _FIRST_NODES, 0.0
