@@ -237,8 +237,8 @@ def _annealed(problem: Problem, layers: np.ndarray, thresholds: Sequence[float])
     """The best split that rounds of annealing find, each of bounded work and from where the one before ended."""
     operations = problem.program.cost.size * problem.weights.size
     evaluations = max(min(_ROUND_EVALUATIONS, _ROUND_OPERATIONS // operations), 1)
-    for threshold in thresholds:
-        layers, _ = anneal(problem, layers, threshold, evaluations)
+    for turn, threshold in enumerate(thresholds):
+        layers, _ = anneal(problem, layers, threshold, evaluations, turn)
     return layers
 
 
