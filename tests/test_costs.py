@@ -188,10 +188,9 @@ def test_layers_that_are_not_recomputed_are_spared_their_second_forward() -> Non
 
 def test_parameters_are_of_one_rank(table: CostTable) -> None:
     assert table.embedding.parameters == (32768 * 512) // 2
-    expert = 512 * 512 * 2 + 512 + 512
-    routed = 8 * expert
-    moe = MODEL.layer_parameters(2)
-    assert table.layers["moe"].parameters == (moe - routed) // 2 + routed // 2
+    attention, norms, router = 4 * 512 * 512 // 2 + 3 * 512 // 2 + 512, 4 * 512, 8 * (512 + 1)
+    experts = 4 * (512 * 512 * 2 + 512 + 512)
+    assert table.layers["moe"].parameters == attention + norms + router + experts
 
 
 @given(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 
@@ -19,6 +20,16 @@ class ElementMemory:
     state_bytes: float = 0.0
     activation_bytes: float = 0.0
     working_bytes: float = 0.0
+
+    @classmethod
+    def together(cls, elements: Iterable[ElementMemory]) -> ElementMemory:
+        """Elements of one stage, of which one runs at a time."""
+        elements = list(elements)
+        return cls(
+            sum(element.state_bytes for element in elements),
+            sum(element.activation_bytes for element in elements),
+            max((element.working_bytes for element in elements), default=0.0),
+        )
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from megatron_balance.megatron.agreement import decide_on_rank_0
 from megatron_balance.megatron.arguments import ANALYTIC, FLAG, PROFILE, Options
 from megatron_balance.megatron.job_costs import costs_of_job, say_devices
 from megatron_balance.megatron.registry import Hook, registry
-from megatron_balance.model import ModelSpec, refuse_uncovered
+from megatron_balance.model import ModelSpec, hybrid_pattern, refuse_uncovered
 from megatron_balance.pipeline.chain import least_layers
 from megatron_balance.pipeline.layout import Layout
 from megatron_balance.pipeline.plan import Plan, Scalar, find_plan, make_plan, save_plan
@@ -73,6 +73,11 @@ def _write_layout(args: Any, layout: str) -> None:
 
 def _refuse_conflicts(args: Any) -> None:
     refuse_uncovered(vars(args))
+    if hybrid_pattern(vars(args)):
+        raise BalanceError(
+            f"{FLAG} cannot split a hybrid (Mamba) model, whose stages are part of its pattern of layers: leave it out and"
+            " mark the stages with | in --hybrid-layer-pattern"
+        )
     layout = getattr(args, _LAYOUT, None)
     if layout is not None:
         raise BalanceError(f"{FLAG} plans the layout itself: leave out --pipeline-model-parallel-layout {layout}")

@@ -161,6 +161,8 @@ def shrink(args: Any, full_length_passes: int) -> Shrunk:
     """
     before = dict(vars(args))
     layers = tuple(kind for kind in dict.fromkeys(layer_kinds(before)) for _ in range(_COPIES))
+    if unlike := next((kind for kind in layers if kind != LayerKind(kind.moe, kind.window)), None):
+        raise NotImplementedError(f"layers that each have a configuration of their own ({unlike}) are not measured")
     own = args.seq_length if args.seq_length is not None else args.encoder_seq_length
     *shorter, _ = lengths_to_cost(own, _microbatch(before))
     lengths = (*[own] * full_length_passes, *shorter)

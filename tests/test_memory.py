@@ -1,0 +1,117 @@
+"""Memory of pipeline ranks: micro-batches in flight, peaks, and bytes against those that Megatron's layers keep."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_balance.costs.devices import device_chosen, device_named
+from megatron_balance.costs.memory import ChainMemory, ElementMemory
+from megatron_balance.errors import BalanceError
+from megatron_balance.pipeline.memory import device_limit_bytes, limit_like, rank_peaks
+from megatron_balance.schedule.in_flight import in_flight
+from megatron_balance.schedule.order import schedule_order
+from megatron_balance.topology import Topology
+
+# --- micro-batches in flight
+
+
+@st.composite
+def topologies(draw) -> Topology:
+    """Any that Megatron's schedules run, up to four ranks and three chunks."""
+    ranks, chunks = draw(st.integers(1, 4)), draw(st.integers(1, 3))
+    if ranks == 1 or chunks == 1:
+        return Topology(ranks, draw(st.integers(1, 9)))
+    group = draw(st.integers(ranks, 6))
+    rest = draw(st.sampled_from([0, *range(ranks, group)]))
+    return Topology(ranks, group * draw(st.integers(1, 3)) + rest, chunks, microbatch_group_size=group)
+
+
+def walked(topology: Topology, rank: int) -> set[tuple[int, ...]]:
+    """The Pareto-maximal numbers in flight, by keeping and dropping micro-batches one operation after the other."""
+    order = schedule_order(topology)
+    alive, moments = set(), set()
+    columns = (order.is_backward[rank], order.chunk[rank], order.microbatch[rank])
+    for is_backward, chunk, microbatch in zip(*columns, strict=True):
+        alive.add((chunk, microbatch))
+        moments.add(tuple(sum(own == chunk for own, _ in alive) for chunk in range(topology.virtual_size)))
+        if is_backward:
+            alive.remove((chunk, microbatch))
+    assert not alive
+
+    def is_below(one, other):
+        return one != other and all(a <= b for a, b in zip(one, other, strict=True))
+
+    return {moment for moment in moments if not any(is_below(moment, other) for other in moments)}
+
+
+@given(topologies())
+def test_micro_batches_in_flight_are_those_of_a_walk_over_the_order(topology):
+    for rank, moments in enumerate(in_flight(topology)):
+        assert {tuple(map(int, moment)) for moment in moments} == walked(topology, rank)
+        assert len(moments) == len(walked(topology, rank))
+
+
+@pytest.mark.parametrize(("ranks", "microbatches"), [(1, 3), (4, 2), (4, 16)])
+def test_one_forward_one_backward_holds_a_micro_batch_for_each_later_rank_and_its_own(ranks, microbatches):
+    held = [moments.tolist() for moments in in_flight(Topology(ranks, microbatches))]
+    assert held == [[[min(ranks - rank, microbatches)]] for rank in range(ranks)]
+
+
+# --- peaks
+
+
+def some_chain(num_layers: int) -> ChainMemory:
+    layers = tuple(ElementMemory(10, 100 + index, 1000 * (index == 2)) for index in range(num_layers))
+    return ChainMemory(ElementMemory(7, 3), layers, ElementMemory(20, 40, 500), ElementMemory(70, 30, 600))
+
+
+def test_peaks_are_states_activations_in_flight_and_the_largest_working_bytes():
+    chain = some_chain(5)
+    peaks = rank_peaks(chain, Topology(2, 8), (3, 2))
+    assert peaks.tolist() == [7 + 30 + 2 * (3 + 100 + 101 + 102) + 1000, 20 + 20 + 70 + 103 + 104 + 40 + 30 + 600]
+    moved = rank_peaks(chain, Topology(2, 8), (3, 2), mtp_stage=0)
+    assert (moved - peaks).tolist() == [20 + 2 * 40, -20 - 40]
+
+
+@given(topologies(), st.integers(0, 2**32 - 1))
+def test_peaks_are_those_of_the_worst_moment_of_a_walk(topology, seed):
+    draw = np.random.default_rng(seed)
+    layers = draw.integers(0, 4, topology.num_stages)
+    layers[0] += 1
+    mtp_stage = int(draw.integers(topology.num_stages))
+    peaks = rank_peaks(some_chain(layers.sum()), topology, layers, mtp_stage)
+    ends = {0: [some_chain(1).embedding]}
+    ends.setdefault(mtp_stage, []).append(some_chain(1).mtp)
+    ends.setdefault(topology.num_stages - 1, []).append(some_chain(1).head)
+    every = iter(some_chain(layers.sum()).layers)
+    stages = [[*itertools.islice(every, count), *ends.get(stage, [])] for stage, count in enumerate(layers)]
+    for rank in range(topology.pipeline_size):
+        own = stages[rank :: topology.pipeline_size]
+        held = [sum(element.activation_bytes for element in stage) for stage in own]
+        worst = max(sum(a * b for a, b in zip(moment, held, strict=True)) for moment in walked(topology, rank))
+        states = sum(element.state_bytes for stage in own for element in stage)
+        working = max((element.working_bytes for stage in own for element in stage), default=0)
+        assert peaks[rank] == states + worst + working
+
+
+def test_a_known_layout_sets_the_limit():
+    chain = some_chain(5)
+    assert limit_like(chain, Topology(2, 8), (3, 2)).limit_bytes == rank_peaks(chain, Topology(2, 8), (3, 2)).max()
+
+
+@pytest.mark.parametrize(("layers", "mtp_stage"), [((3, 3), None), ((5,), None), ((6, -1), None), ((3, 2), 2)])
+def test_splits_of_another_chain_are_refused(layers, mtp_stage):
+    with pytest.raises(BalanceError, match="stage"):
+        rank_peaks(some_chain(5), Topology(2, 8), layers, mtp_stage)
+
+
+def test_devices_leave_a_reserve_and_the_cpu_knows_no_limit():
+    assert device_limit_bytes(device_chosen("H100")) == pytest.approx(70e9)
+    assert device_limit_bytes(device_named("NVIDIA A100-PCIE-40GB")) == pytest.approx(34e9)
+    assert device_limit_bytes(device_named("NVIDIA GH200 480GB")) == device_limit_bytes(device_chosen("H100"))
+    assert device_limit_bytes(device_chosen("cpu")) is None
