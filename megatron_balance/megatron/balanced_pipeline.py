@@ -22,7 +22,7 @@ from megatron_balance.megatron.arguments import ANALYTIC, FLAG, PROFILE, Options
 from megatron_balance.megatron.job_costs import costs_of_job, say_devices
 from megatron_balance.megatron.registry import Hook, registry
 from megatron_balance.model import ModelSpec, hybrid_pattern, refuse_uncovered
-from megatron_balance.pipeline.chain import least_layers
+from megatron_balance.pipeline.chain import check_stages
 from megatron_balance.pipeline.layout import Layout
 from megatron_balance.pipeline.plan import Plan, Scalar, find_plan, make_plan, save_plan
 from megatron_balance.pipeline.show import render_plan
@@ -148,7 +148,7 @@ def _virtual_size(args: Any) -> int:
 def _provisional(args: Any, virtual_size: int) -> str:
     """A layout with the right number of stages, layers spread evenly."""
     stages = args.pipeline_model_parallel_size * virtual_size
-    least_layers(args.num_layers, stages)  # refuses more stages than elements
+    check_stages(args.num_layers, stages)
     bounds = [args.num_layers * stage // stages for stage in range(stages + 1)]
     return str(Layout.of([end - start for start, end in pairwise(bounds)], args.mtp_num_layers or 0))
 

@@ -57,8 +57,23 @@ def _ends(costs: ChainCosts, mtp_stage: int | None) -> tuple[tuple[int, ElementC
     return (0, costs.embedding), (-1 if mtp_stage is None else mtp_stage, costs.mtp), (-1, costs.head)
 
 
-def least_layers(num_layers: int, num_stages: int) -> np.ndarray:
-    """Layers that each stage holds at least, int64 of shape [stages]: 0 beside embedding and head, else 1.
+def layer_limits(
+    num_layers: int, num_stages: int, mtp_stage: int | None = None, allow_empty: bool = False
+) -> tuple[np.ndarray, np.ndarray]:
+    """Layers that each stage holds at least and at most, int64 of shape [stages].
+
+    At least one, but none beside embedding, head, and multi-token prediction in ``mtp_stage`` (None: in the last). At
+    most all, but none behind multi-token prediction: Megatron wants every layer before it.
+    """
+    place = num_stages - 1 if mtp_stage is None else mtp_stage
+    least, most = np.ones(num_stages, dtype=np.int64), np.full(num_stages, num_layers)
+    least[[0, place, -1]] = 0
+    most[place + 1 :] = 0
+    return least * (not allow_empty), most
+
+
+def check_stages(num_layers: int, num_stages: int) -> None:
+    """Refuse more stages than elements.
 
     Raises:
         BalanceError: some stage would stay empty.
@@ -69,9 +84,6 @@ def least_layers(num_layers: int, num_stages: int) -> np.ndarray:
             f"{num_layers} layers, embedding and head are {num_layers + 2} elements; {num_stages} stages would leave "
             f"{empty} empty: use at most {num_layers + 2} stages (pipeline ranks times virtual stages on each rank)"
         )
-    least = np.ones(num_stages, dtype=np.int64)
-    least[[0, -1]] = 0
-    return least
 
 
 def uniform_layers(num_layers: int, num_stages: int) -> tuple[int, ...] | None:

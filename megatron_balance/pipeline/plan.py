@@ -209,9 +209,6 @@ def make_plan(
     layers, mtp_stage = split.layers, split.mtp_stage
     stages = stage_costs(costs, layers, mtp_stage)
     step_s = _step_s(simulator, stages)
-    if uniform_step_s is not None and uniform_step_s < step_s:  # by its update, which the search does not see
-        layers, step_s, mtp_stage = uniform, uniform_step_s, topology.num_stages - 1
-    stages = stage_costs(costs, layers, mtp_stage)
     even = (costs.total * (1 / topology.num_stages),) * topology.num_stages
     even_step_s, even_update_s = _step_s(simulator, even), _update_s(even, topology.pipeline_size)
     return Plan(
@@ -229,7 +226,7 @@ def make_plan(
         step_s=step_s,
         even_step_s=even_step_s,
         uniform_step_s=uniform_step_s,
-        bound_s=min(split.bound_s + even_update_s, step_s),
+        bound_s=min(split.bound_s, step_s),
         limited_by=_limited_by(
             costs,
             stages,

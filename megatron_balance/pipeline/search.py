@@ -5,31 +5,37 @@ Deterministic: no clock, no shared random state, ties broken by the numbers.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from megatron_balance.costs.chain import ChainCosts
-from megatron_balance.kernels import Problem, anneal, judge_all
-from megatron_balance.pipeline.bound import OpenSplits, interleaved_bound_s, smallest_floor, stage_floors
-from megatron_balance.pipeline.chain import end_costs, least_layers, prefix_costs, uniform_layers
+from megatron_balance.errors import BalanceError
+from megatron_balance.kernels import Problem, anneal, judge_all, lighten, peaks_of
+from megatron_balance.pipeline.bound import floor_bound, open_splits
+from megatron_balance.pipeline.case import Case
+from megatron_balance.pipeline.chain import check_stages
+from megatron_balance.pipeline.cuts import cut_bound, fitting_split
 from megatron_balance.pipeline.memory import MemoryLimit
-from megatron_balance.pipeline.starts import starting_splits
+from megatron_balance.pipeline.starts import megatron_splits, starting_splits
 from megatron_balance.schedule.simulate import Simulator
 
-# What the head costs is the least certain of all costs. Among splits within NEAR of the shortest step the one is taken
-# whose step, over that of an even split, is best in the worst case of HEAD_SCALES times the head's cost.
+# What the head costs is the least certain of all costs. Among splits within NEAR of the shortest step (half of it where
+# that is not nearly proven) the one is taken whose step, over that of an even split, is best in the worst case of HEAD_SCALES
+# times the head's cost.
 NEAR = 1e-3
 HEAD_SCALES = (1.0, 0.8, 1.2)
-_TIE_WEIGHT = 1e-5  # far below NEAR: decides between splits that the simulation finds equal
 
 _THRESHOLDS = (0.0, 0.003, 0.01, 0.03, 0.1)
 _ROUND_EVALUATIONS = 10_000
 _ROUND_OPERATIONS = 50_000_000  # about 0.2 s
 _MOST_OPEN_SPLITS = 20_000
 _COARSE_OPERATIONS = 20_000  # of a step; longer steps are first searched with fewer micro-batches
+_MOST_CASES = 2  # places of multi-token prediction that are searched in full
+_CLOSED = 1e-9
+_WORTH_SAYING = 2e-4  # by how much a bound rises
+_GIB = 2**30
 
 
 @dataclass(frozen=True)
@@ -49,6 +55,39 @@ class Split:
     proven: bool
 
 
+@dataclass
+class _Found:
+    """The state of the search in one case.
+
+    Attributes:
+        case: what is searched.
+        bound_s: seconds that a step takes at least; infinite where no split fits.
+        suggested: splits [count, stages] that the bound suggests.
+        layers: the best split so far, int64 [stages]; None before there is one that fits.
+        step_s: its step.
+        candidates: all splits [count, stages] that may be near the best; None where they are too many to simulate.
+    """
+
+    case: Case
+    bound_s: float
+    suggested: np.ndarray
+    layers: np.ndarray | None = None
+    step_s: float = np.inf
+    candidates: np.ndarray | None = None
+
+    def take(self, splits: np.ndarray) -> None:
+        """Remember the best of the splits [count, stages], if it is better."""
+        if len(splits) == 0:
+            return
+        steps = judge_all(self.case.problem, splits)
+        if steps.min() < self.step_s:
+            self.layers, self.step_s = splits[steps.argmin()].copy(), float(steps.min())
+
+    @property
+    def is_closed(self) -> bool:
+        return self.step_s <= self.bound_s * (1 + _CLOSED)
+
+
 def find_split(
     costs: ChainCosts,
     simulator: Simulator,
@@ -61,7 +100,7 @@ def find_split(
 ) -> Split:
     """The split with the shortest simulated step, of those that fit the memory.
 
-    It is never slower than the uniform split where that is legal.
+    It is never slower than the uniform split and those of ``starts``, where they are legal and fit.
 
     Args:
         costs: of the elements.
@@ -75,108 +114,179 @@ def find_split(
     Raises:
         BalanceError: more stages than elements, or no split fits the memory.
     """
-    nominal = _problem(costs, simulator)
-    bound_s, suggested = _bound(costs, simulator)
-    starts = np.vstack([starting_splits(costs, simulator.topology), suggested])
-    shortest, shortest_s = _shortest(costs, simulator, starts, bound_s)
-    open_splits = _open_splits(costs, simulator, (1 + NEAR) * shortest_s)
-    if open_splits is not None:
-        shortest_s = bound_s = judge_all(nominal, open_splits).min()
-    limit_s = min((1 + NEAR) * shortest_s, _uniform_s(nominal, costs))
-    robust = _robust_problem(costs, simulator, limit_s)
-    if open_splits is not None:
-        chosen = open_splits[judge_all(robust, open_splits).argmin()]
-    else:
-        chosen, _ = _annealed(robust, shortest, _THRESHOLDS[1::-1])
-    bound_s = float(min(bound_s, shortest_s))
-    proven = bool(judge_all(nominal, chosen[None])[0] <= bound_s * (1 + NEAR))
-    return Split(tuple(chosen.tolist()), simulator.topology.num_stages - 1, bound_s, proven)
+    cases = list(_cases(costs, simulator, memory, allow_empty, mtp_stages))
+    known = _known_splits(cases[0], starts)
+    searched = [_Found(case, *floor_bound(case)) for case in cases]
+    for found in sorted(searched, key=lambda found: found.bound_s):
+        if not np.isinf(found.bound_s):
+            _search(found, known, min(other.step_s for other in searched))
+    best = min(searched, key=lambda found: found.step_s)
+    if best.layers is None:
+        raise _no_room(cases)
+    say(_progress(best, min(found.bound_s for found in searched)))
+    best = _raise_bounds(searched, best, say)
+    bound_s = min(best.step_s, *(found.bound_s for found in searched))
+    layers, step_s = _most_robust(best, known, bound_s)
+    return Split(tuple(layers.tolist()), best.case.mtp_stage, float(bound_s), bool(step_s <= bound_s * (1 + NEAR)))
 
 
-def _problem(costs: ChainCosts, simulator: Simulator) -> Problem:
-    """The problem whose worth is the step itself."""
-    stages = simulator.topology.num_stages
-    return Problem(
-        program=simulator.program,
-        p2p_s=simulator.p2p_s,
-        before=prefix_costs(costs),
-        ends=end_costs(costs, stages)[None],
-        weights=np.ones(1),
-        limit_s=np.inf,
-        tie_weight=0.0,
-        least=least_layers(len(costs.layers), stages),
-        equal_layers=len(set(costs.layers)) == 1,
-        ranks=simulator.topology.pipeline_size,
-    )
-
-
-def _robust_problem(costs: ChainCosts, simulator: Simulator, limit_s: float) -> Problem:
-    """The problem of the worst case over HEAD_SCALES, each weighed by an even split's step, within ``limit_s``."""
-    scaled = [replace(costs, head=costs.head * scale) for scale in HEAD_SCALES]
-    return _problem(costs, simulator)._replace(
-        ends=np.stack([end_costs(variant, simulator.topology.num_stages) for variant in scaled]),
-        weights=np.array([costs.total.total_s / variant.total.total_s for variant in scaled]),
-        limit_s=limit_s,
-        tie_weight=_TIE_WEIGHT,
-    )
-
-
-def _bound(costs: ChainCosts, simulator: Simulator) -> tuple[float, np.ndarray]:
-    """Seconds that every split's step takes at least, and the splits [count, stages] that this suggests."""
-    if simulator.topology.virtual_size > 1:
-        bound_s = interleaved_bound_s(costs, simulator.topology, simulator.p2p_s)
-        return bound_s, np.empty((0, simulator.topology.num_stages), dtype=np.int64)
-    bound_s, layers = smallest_floor(stage_floors(costs, simulator.topology, simulator.p2p_s))
-    return bound_s, layers[None]
-
-
-def _shortest(costs: ChainCosts, simulator: Simulator, splits: np.ndarray, bound_s: float) -> tuple[np.ndarray, float]:
-    """The best split that annealing finds from the best of ``splits``, and its step."""
-    nominal = _problem(costs, simulator)
-    steps = judge_all(nominal, splits)
-    if steps.min() <= bound_s * (1 + 1e-9):
-        return splits[steps.argmin()], float(steps.min())
-    coarse = _coarse(simulator)
-    if coarse is not simulator:
-        problem = _problem(costs, coarse)
-        start = splits[judge_all(problem, splits).argmin()]
-        splits = np.vstack([splits, _annealed(problem, start, _THRESHOLDS)[0]])
-        steps = judge_all(nominal, splits)
-    return _annealed(nominal, splits[steps.argmin()], _THRESHOLDS)
-
-
-def _coarse(simulator: Simulator) -> Simulator:
-    """The same pipeline with so few groups of micro-batches that a step has about _COARSE_OPERATIONS, at least two."""
+def _cases(
+    costs: ChainCosts,
+    simulator: Simulator,
+    memory: MemoryLimit | None,
+    allow_empty: bool,
+    mtp_stages: Sequence[int] | None,
+) -> Iterator[Case]:
+    """One for each possible place of multi-token prediction; where it costs nothing by itself, it stays with the head."""
     topology = simulator.topology
+    last = topology.num_stages - 1
+    if memory is not None and not memory.limit_bytes > 0:
+        raise BalanceError(f"a memory limit of {memory.limit_bytes} bytes leaves no room: give more than 0")
+    places = {last} if mtp_stages is None or costs.mtp.total_s == 0 else {*mtp_stages}
+    first = last + 1 - topology.pipeline_size
+    if not places <= {*range(first, last + 1)}:
+        raise BalanceError(
+            f"multi-token prediction can stand in stages {first} to {last}, each rank's last, not in {sorted(places)}"
+        )
+    cases = [Case(costs, simulator, place, memory, allow_empty) for place in sorted(places, reverse=True)]
+    possible = [case for case in cases if case.is_possible]
+    if not possible:
+        check_stages(len(costs.layers), topology.num_stages)
+        raise BalanceError(
+            f"{len(costs.layers)} layers cannot fill the stages before {sorted(places)}, where multi-token prediction may "
+            "stand: let it stand in the last stage"
+        )
+    yield from possible
+
+
+def _known_splits(case: Case, starts: Sequence[Sequence[int]]) -> np.ndarray:
+    """What the result must not be slower than: Megatron's own splits and those given, int64 [count, stages]."""
+    num_layers, stages = len(case.costs.layers), case.topology.num_stages
+    for split in starts:
+        if len(split) != stages or sum(split) != num_layers or min(split) < 0:
+            raise BalanceError(
+                f"a split to start from has {sum(split)} layers in {len(split)} stages: {num_layers} in {stages} are needed"
+            )
+    splits = [*megatron_splits(num_layers, stages), *starts]
+    return np.array(splits, dtype=np.int64).reshape(-1, stages)
+
+
+def _search(found: _Found, known: np.ndarray, best_s: float) -> None:
+    """Fill in the best split that can be found in a case; less thoroughly where it cannot be the best of all."""
+    case = found.case
+    if found.bound_s >= best_s:
+        return
+    if case.floors.interleaved:
+        found.candidates = open_splits(case, np.finfo(float).max, _most_open(case))
+    if found.candidates is None:
+        _anneal_from_starts(found, known)
+        if not case.floors.interleaved and found.layers is not None:
+            found.candidates = open_splits(case, (1 + NEAR) * found.step_s, _most_open(case))
+    if found.candidates is not None:
+        found.take(found.candidates)
+        found.bound_s = found.step_s
+
+
+def _most_open(case: Case) -> int:
+    return min(_MOST_OPEN_SPLITS, 2 * _ROUND_OPERATIONS // case.problem.program.cost.size)
+
+
+def _anneal_from_starts(found: _Found, known: np.ndarray) -> None:
+    case = found.case
+    splits = np.vstack([starting_splits(case), known[case.admits(known)], found.suggested])
+    found.take(splits)
+    if found.is_closed:
+        return
+    start = found.layers
+    if start is None:
+        start = _lightest(case, splits)
+        if not case.fits(start):
+            fits, fitting = fitting_split(case, start)
+            if not fits:
+                found.bound_s = np.inf
+                return
+            start = start if fitting is None else fitting
+    coarse = _coarse(case)
+    if coarse is not case:
+        steps = judge_all(coarse.problem, np.vstack([splits, start[None]]))
+        if np.isfinite(steps.min()):
+            start = np.vstack([splits, start[None]])[steps.argmin()]
+        found.take(_annealed(coarse.problem, start, _THRESHOLDS)[None])
+    found.take(_annealed(case.problem, start if found.layers is None else found.layers, _THRESHOLDS)[None])
+
+
+def _lightest(case: Case, splits: np.ndarray) -> np.ndarray:
+    """The split whose largest peak is lowest, of what descents from several splits [count, stages] find."""
+    lightened = [lighten(case.problem, split) for split in splits[:: max(1, len(splits) // 4)]]
+    return min(lightened, key=lambda split: peaks_of(case.problem, split).max())
+
+
+def _coarse(case: Case) -> Case:
+    """The same with so few groups of micro-batches that a step has about _COARSE_OPERATIONS, at least two."""
+    topology = case.topology
     group = topology.group_size
     groups, remainder = divmod(topology.num_microbatches, group)
     kept = max(2, _COARSE_OPERATIONS // (2 * topology.num_stages * group))
     if kept >= groups:
-        return simulator
-    return Simulator(replace(topology, num_microbatches=kept * group + remainder), simulator.p2p_s)
+        return case
+    topology = replace(topology, num_microbatches=kept * group + remainder)
+    return replace(case, simulator=Simulator(topology, case.simulator.p2p_s))
 
 
-def _open_splits(costs: ChainCosts, simulator: Simulator, cap_s: float) -> np.ndarray | None:
-    """All splits [count, stages] that may take no longer than ``cap_s``; None where they are too many to simulate."""
-    num_layers, topology = len(costs.layers), simulator.topology
-    most = min(_MOST_OPEN_SPLITS, 2 * _ROUND_OPERATIONS // simulator.program.cost.size)
-    if topology.virtual_size > 1 and math.comb(num_layers + 1, topology.num_stages - 1) > most:
-        return None
-    splits = OpenSplits.under(stage_floors(costs, topology, simulator.p2p_s), cap_s)
-    return splits.enumerate() if splits.count <= most else None
-
-
-def _uniform_s(nominal: Problem, costs: ChainCosts) -> float:
-    """Seconds of a step with the uniform split; infinite where it is not legal."""
-    uniform = uniform_layers(len(costs.layers), nominal.least.size)
-    return np.inf if uniform is None else float(judge_all(nominal, np.array([uniform]))[0])
-
-
-def _annealed(problem: Problem, layers: np.ndarray, thresholds: Sequence[float]) -> tuple[np.ndarray, float]:
+def _annealed(problem: Problem, layers: np.ndarray, thresholds: Sequence[float]) -> np.ndarray:
     """The best split that rounds of annealing find, each of bounded work and from where the one before ended."""
     operations = problem.program.cost.size * problem.weights.size
     evaluations = max(min(_ROUND_EVALUATIONS, _ROUND_OPERATIONS // operations), 1)
-    worth = np.inf
     for threshold in thresholds:
-        layers, worth = anneal(problem, layers, threshold, evaluations)
-    return layers, worth
+        layers, _ = anneal(problem, layers, threshold, evaluations)
+    return layers
+
+
+def _raise_bounds(searched: list[_Found], best: _Found, say: Callable[[str], None]) -> _Found:
+    """Cutting planes where a case's bound is below the best step by more than counts; they may find better splits, too."""
+    said_s = 0.0
+    for found in sorted(searched, key=lambda found: found.bound_s):
+        if found.bound_s * (1 + NEAR / 2) >= best.step_s:
+            continue
+        start = starting_splits(found.case)[0] if found.layers is None else found.layers
+        for bound_s, split in cut_bound(found.case, found.bound_s, best.step_s, start):
+            found.take(np.empty((0, 0)) if split is None else split[None])
+            best = min(best, found, key=lambda each: each.step_s)
+            found.bound_s = min(bound_s, best.step_s)
+            lowest_s = min(each.bound_s for each in searched)
+            if lowest_s > said_s * (1 + _WORTH_SAYING):
+                say(_progress(best, lowest_s))
+                said_s = lowest_s
+    return best
+
+
+def _progress(best: _Found, bound_s: float) -> str:
+    gap = max(0.0, best.step_s / bound_s - 1)
+    return f"step {best.step_s:.6g} s, no split below {bound_s:.6g} s (at most {100 * gap:.2f} % faster)"
+
+
+def _most_robust(best: _Found, known: np.ndarray, bound_s: float) -> tuple[np.ndarray, float]:
+    """Of the splits within NEAR of the shortest the one least hurt by a wrong head, and its step."""
+    case, nominal = best.case, best.case.problem
+    near_s = (1 + NEAR) * bound_s if best.step_s <= (1 + NEAR / 2) * bound_s else (1 + NEAR / 2) * best.step_s
+    limit_s = min([near_s, *judge_all(nominal, known[case.admits(known)])])
+    robust = case.robust(HEAD_SCALES, limit_s * (1 + 1e-12))
+    if best.candidates is not None:
+        layers = best.candidates[judge_all(robust, best.candidates).argmin()]
+    else:
+        layers = _annealed(robust, best.layers, _THRESHOLDS[1::-1])
+    return layers, float(judge_all(nominal, layers[None])[0])
+
+
+def _no_room(cases: Sequence[Case]) -> BalanceError:
+    """What is lacking where, with the lightest split."""
+    lightest = [(case, _lightest(case, starting_splits(case))) for case in cases]
+    case, split = min(lightest, key=lambda each: peaks_of(each[0].problem, each[1]).max())
+    peaks, limit = peaks_of(case.problem, split), case.problem.room.limit_bytes
+    rank = int(peaks.argmax())
+    return BalanceError(
+        f"no split of {split.sum()} layers on {split.size} stages fits {limit / _GIB:.2f} GiB on every rank: with "
+        f"{' '.join(map(str, split))}, the lightest found, pipeline rank {rank} needs {peaks[rank] / _GIB:.2f} GiB, "
+        f"{(peaks[rank] - limit) / _GIB:.2f} GiB too much; what helps: more pipeline or tensor parallel ranks, "
+        "--recompute-granularity, --use-distributed-optimizer, a smaller --micro-batch-size"
+    )
