@@ -398,7 +398,7 @@ def _world_size(launcher: Sequence[str]) -> int | None:
 
 
 def _launcher_value(launcher: Sequence[str], name: re.Pattern[str]) -> str | None:
-    for word, following in zip(launcher, [*launcher[1:], ""], strict=True):
+    for word, following in zip(launcher, [*launcher[1:], ""], strict=False):
         flag, separator, value = word.partition("=")
         if name.fullmatch(flag):
             return value if separator else following
