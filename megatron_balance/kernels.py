@@ -189,8 +189,8 @@ def judge_all(problem, splits):
 
 
 @compiled
-def anneal(problem, start, threshold, evaluations):
-    """Move single layers between stages, from those on the critical path to those off it.
+def anneal(problem, start, threshold, evaluations, seed):
+    """Move layers between stages, from those on the critical path to those off it.
 
     Memory above the limit is punished, not forbidden, so that the way between two splits that fit may lead through some
     that do not.
@@ -200,46 +200,78 @@ def anneal(problem, start, threshold, evaluations):
         start: layers of each stage, int64 [stages].
         threshold: loss that is accepted at first, as a share of the best worth; 0 accepts only what is no worse.
         evaluations: splits to judge.
+        seed: of the proposals.
 
     Returns:
         The best split met that fits, and its worth: never worse than the start's; infinite where none fitted.
     """
     durations, free, end = _scratch(problem)
-    stages = start.size
-    pull = np.empty(stages)
-    layers, best = start.copy(), start.copy()
+    pull = np.empty(start.size)
+    layers, best, moved = start.copy(), start.copy(), start.copy()
     excess = _excess(problem, layers)
     worth = _judge(problem, layers, durations, free, end)
     best_worth = worth if excess == 0.0 else np.inf
     _pull_of_stages(problem, end, layers, excess, pull)
-    state = np.uint64(stages)
+    state = np.uint64(seed + start.size)
     judged = 1
     for _ in range(20 * evaluations):
         if judged >= evaluations:
             break
-        state, giver, taker = _propose(state, pull)
-        if giver == taker or layers[giver] <= problem.least[giver] or layers[taker] >= problem.most[taker]:
+        state, added = _move(problem, state, pull, layers, moved)
+        if added == np.inf:
             continue
         punished = worth * (1.0 + _PENALTY * excess)
         allowed = punished + threshold * min(best_worth, punished) * (1.0 - judged / evaluations)
-        layers[giver] -= 1
-        layers[taker] += 1
-        moved_excess = _excess(problem, layers)
+        moved_excess = _excess(problem, moved)
         # In a convex problem the present critical path tells how much the move costs at least.
-        floor = worth + pull[taker] - pull[giver] if problem.equal_layers and excess == 0.0 else 0.0
-        if floor * (1.0 + _PENALTY * moved_excess) <= allowed:
-            moved_worth = _judge(problem, layers, durations, free, end)
-            judged += 1
-            if moved_worth * (1.0 + _PENALTY * moved_excess) <= allowed:
-                worth, excess = moved_worth, moved_excess
-                _pull_of_stages(problem, end, layers, excess, pull)
-                if excess == 0.0 and worth < best_worth:
-                    best_worth = worth
-                    best = layers.copy()
-                continue
-        layers[giver] += 1
-        layers[taker] -= 1
+        floor = worth + added if problem.equal_layers and excess == 0.0 else 0.0
+        if floor * (1.0 + _PENALTY * moved_excess) > allowed:
+            continue
+        moved_worth = _judge(problem, moved, durations, free, end)
+        judged += 1
+        if moved_worth * (1.0 + _PENALTY * moved_excess) <= allowed:
+            worth, excess = moved_worth, moved_excess
+            layers[:] = moved
+            _pull_of_stages(problem, end, layers, excess, pull)
+            if excess == 0.0 and worth < best_worth:
+                best_worth = worth
+                best[:] = layers
     return best, best_worth
+
+
+@compiled
+def _move(problem, state, pull, layers, moved):
+    """Fill ``moved`` with a split near ``layers``.
+
+    One layer changes its stage. Interleaved, half of the moves stay on a rank or in a chunk row, and half of the former are
+    made on two to eight ranks in a row at once.
+
+    Returns:
+        The generator's next state, and the seconds that the move adds to the critical path; infinite if it is none.
+    """
+    state, giver, taker = _propose(state, pull)
+    ranks, width = problem.ranks, 1
+    if ranks < layers.size:
+        state, kind = _pick(state, 8)
+        if kind < 3:
+            taker += giver % ranks - taker % ranks
+            if kind < 2:
+                state, doublings = _pick(state, 4)
+                width = min(1 << doublings, ranks - giver % ranks)
+        elif kind == 3:
+            taker += (giver // ranks - taker // ranks) * ranks
+    if giver == taker:
+        return state, np.inf
+    moved[:] = layers
+    added, done = 0.0, False
+    for _ in range(width):
+        if moved[giver] > problem.least[giver] and moved[taker] < problem.most[taker]:
+            moved[giver] -= 1
+            moved[taker] += 1
+            added += pull[taker] - pull[giver]
+            done = True
+        giver, taker = giver + 1, taker + 1
+    return state, added if done else np.inf
 
 
 @compiled

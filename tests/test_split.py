@@ -192,9 +192,8 @@ def check_against_all_splits(job: Job) -> None:
     splits, limit = job.splits(), None
     if job.memory is not None and splits:
         peaks = [rank_peaks(job.memory, job.topology, *split).max() for split in splits]
-        limit = MemoryLimit(
-            job.memory, min(peaks) + job.room * (max(peaks) - min(peaks)) - (1e-3 if job.room < 0 else 0.0)
-        )
+        lowest = min(peaks) + job.room * (max(peaks) - min(peaks)) - (1e-3 if job.room < 0 else 0.0)
+        limit = MemoryLimit(job.memory, max(lowest, 1e-9))
         splits = [split for split, peak in zip(splits, peaks, strict=True) if peak <= limit.limit_bytes * (1 + 1e-12)]
 
     def find() -> Split:

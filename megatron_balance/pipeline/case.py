@@ -10,7 +10,7 @@ import numpy as np
 
 from megatron_balance.costs.chain import ChainCosts
 from megatron_balance.costs.memory import ChainMemory, ElementMemory
-from megatron_balance.kernels import Floors, Problem, Room
+from megatron_balance.kernels import Floors, Problem, Room, peaks_of
 from megatron_balance.pipeline.chain import end_costs, end_updates, layer_limits, prefix_costs, prefix_updates
 from megatron_balance.pipeline.memory import MemoryLimit
 from megatron_balance.schedule.in_flight import in_flight
@@ -57,6 +57,10 @@ class Case:
         """Which of the splits [count, stages] keep within the limits of the layers, bool [count]."""
         least, most = self.limits
         return ((splits >= least) & (splits <= most)).all(axis=1)
+
+    def fits(self, split: np.ndarray) -> bool:
+        """Whether a split [stages] keeps within the memory."""
+        return bool(peaks_of(self.problem, split).max() <= self.problem.room.limit_bytes * (1 + 1e-12))
 
     @cached_property
     def problem(self) -> Problem:

@@ -2,8 +2,8 @@
 
 The length of a path through a step's operations is linear in the stages' seconds (how often it runs each stage's passes),
 and those in the numbers of layers, of each block of equal layers, that the stages hold. So the splits under the known paths
-are a mixed-integer linear program. Its relaxation proposes where to look for more paths; its optimum, or what a limited
-tree search proves, is a bound on every split.
+are a mixed-integer linear program. What a limited tree search proves about it is a bound on every split, and the split that
+it finds, of those near the best known, shows more paths.
 """
 
 from __future__ import annotations
@@ -19,10 +19,17 @@ from megatron_balance.pipeline.case import Case
 
 _MOST_BLOCKS = 4  # in model order; with more of them their order is left out of account
 _MOST_KINDS = 12
+_PATHS_A_LOOK = 12
 _NEAR_CRITICAL = 0.02  # share of the step that a path may lack to become a cut
-_CLOSED = 1e-6
-_TURNS, _TREES, _NODES = 60, 4, 2000
-_STEPS_INWARD = (1.0, 0.3)  # where between the best point known and the relaxation's optimum paths are looked for
+_TREES, _IDLE_TREES, _RISE = 24, 4, 2e-5  # the search ends when so many trees did not raise the bound by that share
+_FIRST_NODES, _MOST_NODES = 100, 2000  # of a tree; doubled whenever a tree proves less than is known
+_WORK = 4e8  # of all trees together: nodes times rows times variables, in which a tree's root counts as _ROOT_NODES
+_ROOT_NODES = 50
+_CLOSED = 1e-6  # share of a step by which a better split has to be better
+_CLOSE_ENOUGH = 2e-4
+_SCALE = 100.0  # of a step in the program, large enough that its tolerances (1e-7) do not matter
+_DISTANCE_WEIGHT = 5e-5  # of a step that the farthest split's distance counts, and that is taken off the bound again
+_INFEASIBLE = 2  # milp's status
 
 
 @dataclass(frozen=True)
@@ -68,31 +75,35 @@ class _Blocks:
 
 
 class CutBound:
-    """The program: variables are the pipeline's seconds, the longest update's, and the layers of each block in each stage.
-
-    Where the blocks have an order there is a switch more for each stage and block but the last: whether the block's layers
-    are all in this stage or before it.
+    """The program. Its variables, in turn: the pipeline's seconds, the longest update's, the layers of each block in each
+    stage; where the blocks have an order, a switch for each stage and block but the last (the block's layers are all in this
+    stage or before it); and how many layers each stage has more or fewer than a split that is given.
     """
 
-    def __init__(self, case: Case, blocks: _Blocks) -> None:
-        self.case, self.blocks = case, blocks
-        problem = case.problem
-        self.stages, self.kinds = problem.least.size, blocks.counts.size
-        self.num_layers_at = slice(2, 2 + self.stages * self.kinds)
+    def __init__(self, case: Case, blocks: _Blocks, unit_s: float) -> None:
+        """Start with what the splits have to keep to, and the paths of ``rank_bound_s``.
+
+        Args:
+            case: whose splits are meant.
+            blocks: of its layers.
+            unit_s: in which the program has its seconds.
+        """
+        self.case, self.blocks, self.unit_s = case, blocks, unit_s
+        self.stages, self.kinds = case.problem.least.size, blocks.counts.size
         switches = self.stages * (self.kinds - 1) if blocks.ordered else 0
-        self.size = self.num_layers_at.stop + switches
-        self.unit_s = case.costs.total.total_s  # seconds are in these, to keep the figures near one
+        self.at_layers = slice(2, 2 + self.stages * self.kinds)
+        self.at_switches = slice(self.at_layers.stop, self.at_layers.stop + switches)
+        self.at_distances = slice(self.at_switches.stop, self.at_switches.stop + self.stages)
+        self.size = self.at_distances.stop
         self.rows: list[np.ndarray] = []
         self.lower: list[float] = []
         self.upper: list[float] = []
-        self.cuts: list[np.ndarray] = []
-        self.cut_floors: list[float] = []
         self._seen: set[bytes] = set()
+        self._add_distances()
         self._add_layers()
         self._add_updates()
-        self._add_memory()
-        if blocks.ordered:
-            self._add_order()
+        self._add_order()
+        self._add_rank_paths()
 
     # --- constraints
 
@@ -102,7 +113,15 @@ class CutBound:
         self.rows.append(row)
         self.lower.append(lower)
         self.upper.append(upper)
-        return row, row[self.num_layers_at].reshape(self.stages, self.kinds)
+        return row, row[self.at_layers].reshape(self.stages, self.kinds)
+
+    def _add_distances(self) -> None:
+        """The first rows: whole step, then two a stage; ``solve`` sets their limits."""
+        self._row(0.0, np.inf)[0][:2] = 1.0
+        for sign in (-1.0, 1.0):
+            for stage in range(self.stages):
+                row, layers = self._row(0.0, np.inf)
+                layers[stage], row[self.at_distances.start + stage] = sign, 1.0
 
     def _add_layers(self) -> None:
         for block, count in enumerate(self.blocks.counts):
@@ -118,56 +137,91 @@ class CutBound:
             row[1] = -1.0
             layers[rank :: problem.ranks] = self.blocks.updates / self.unit_s
 
-    def _add_memory(self) -> None:
+    def add_memory(self, split: np.ndarray) -> bool:
+        """Add the limit of each rank at the moment that is its worst with this split, [stages]; False if all are there."""
         problem, room = self.case.problem, self.case.problem.room
         if np.isinf(room.limit_bytes):
-            return
+            return False
+        held = self.blocks.held / room.limit_bytes
+        activations = self.layers_of(split) @ self.blocks.held[1] + room.ends[1]
+        added = False
         for rank in range(problem.ranks):
             chunks = slice(rank, None, problem.ranks)
-            working = max(
-                room.end_working[chunks].max(), self.blocks.working_bytes if problem.least[chunks].any() else 0.0
-            )
-            for flights in room.flights[room.first_flight[rank] : room.first_flight[rank + 1]]:
-                fixed = room.ends[0, chunks].sum() + flights @ room.ends[1, chunks] + working
-                _, layers = self._row(-np.inf, 1.0 + 1e-9 - fixed / room.limit_bytes)
-                held = self.blocks.held / room.limit_bytes
-                layers[chunks] = held[0] + flights[:, None] * held[1]
+            moments = room.flights[room.first_flight[rank] : room.first_flight[rank + 1]]
+            flights = moments[np.argmax(moments @ activations[chunks])]
+            if (key := bytes([*rank.to_bytes(4, "little"), *flights.tobytes()])) in self._seen:
+                continue
+            self._seen.add(key)
+            certain = self.blocks.working_bytes if problem.least[chunks].any() else 0.0
+            working = max(room.end_working[chunks].max(), certain)
+            fixed = room.ends[0, chunks].sum() + flights @ room.ends[1, chunks] + working
+            _, layers = self._row(-np.inf, 1.0 + 1e-9 - fixed / room.limit_bytes)
+            layers[chunks] = held[0] + flights[:, None] * held[1]
+            added = True
+        return added
 
     def _add_order(self) -> None:
+        if not self.blocks.ordered:
+            return
         counts = self.blocks.counts
         for stage in range(self.stages):
             for block in range(self.kinds - 1):
-                switch = self.num_layers_at.stop + stage * (self.kinds - 1) + block
+                switch = self.at_switches.start + stage * (self.kinds - 1) + block
                 row, layers = self._row(0.0, np.inf)
                 layers[: stage + 1, block], row[switch] = 1.0, -counts[block]
                 row, layers = self._row(-np.inf, 0.0)
                 layers[stage, block + 1], row[switch] = 1.0, -counts[block + 1]
 
-    # --- cuts
+    def _add_rank_paths(self) -> None:
+        """Down to a rank, all its passes, and up from it."""
+        problem, ranks = self.case.problem, self.case.problem.ranks
+        for rank in range(ranks):
+            passes = np.zeros((2, self.stages))
+            passes[:, :rank] = 1.0
+            passes[:, rank::ranks] = self.case.topology.num_microbatches
+            self._add_path(passes.ravel(), 2 * rank * problem.p2p_s)
+
+    def add_rank_counts(self, best_s: float) -> None:
+        """The most layers that a rank may have before its passes alone take longer than the best step known."""
+        problem, ranks, microbatches = self.case.problem, self.case.problem.ranks, self.case.topology.num_microbatches
+        cheapest_s = self.blocks.seconds.sum(axis=0).min()
+        ends_s = problem.ends[0].sum(axis=0)
+        way_s = np.cumsum(ends_s + problem.least * cheapest_s)
+        for rank in range(ranks):
+            chunks = slice(rank, None, ranks)
+            taken_s = microbatches * ends_s[chunks].sum() + problem.end_updates[chunks].sum()
+            taken_s += way_s[rank - 1] + 2 * rank * problem.p2p_s if rank else 0.0
+            fitting = (best_s - taken_s) / (microbatches * cheapest_s + self.blocks.updates.min())
+            self._row(-np.inf, np.floor(fitting * (1 + _CLOSED)))[1][chunks] = 1.0
+
+    def _add_path(self, passes: np.ndarray, waits_s: float) -> bool:
+        """Add the path that runs these passes, [2 * stages], with so many seconds of transfers; False if it is there."""
+        if (key := passes.tobytes()) in self._seen:
+            return False
+        self._seen.add(key)
+        fixed_s = waits_s + passes @ self.case.problem.ends[0].ravel()
+        row, layers = self._row(fixed_s / self.unit_s, np.inf)
+        row[0] = 1.0
+        layers[:] = -(passes.reshape(2, self.stages).T @ self.blocks.seconds) / self.unit_s
+        return True
+
+    # --- points
 
     def seconds_of(self, layers: np.ndarray) -> np.ndarray:
         """Seconds of each stage's passes, [2 * stages], from the layers [stages, blocks]."""
         return (self.blocks.seconds @ layers.T + self.case.problem.ends[0]).ravel()
 
-    def look(self, layers: np.ndarray) -> float:
-        """Add the long paths of this point, layers [stages, blocks], and return its step."""
-        problem = self.case.problem
+    def look(self, split: np.ndarray) -> float:
+        """Add the longest paths of a split, [stages], and return its step."""
+        problem, layers = self.case.problem, self.layers_of(split)
         durations = self.seconds_of(layers)
-        counts = np.empty((self.stages, 2 * self.stages))
-        pipeline_s, lengths = find_paths(problem, durations, counts)
-        for stage in np.flatnonzero(lengths >= (1 - _NEAR_CRITICAL) * pipeline_s):
-            path = counts[stage]
-            key = path.tobytes()
-            if key in self._seen:
-                continue
-            self._seen.add(key)
-            waits_s = lengths[stage] - path @ durations
-            passes = path.reshape(2, self.stages)
-            cut = np.zeros(self.size)
-            cut[0] = 1.0
-            cut[self.num_layers_at] = -(passes.T @ self.blocks.seconds).ravel() / self.unit_s
-            self.cuts.append(cut)
-            self.cut_floors.append((waits_s + path @ problem.ends[0].ravel()) / self.unit_s)
+        paths = np.empty((self.stages, 2 * self.stages))
+        pipeline_s, lengths = find_paths(problem, durations, paths)
+        added = 0
+        for stage in np.argsort(-lengths, kind="stable"):
+            if added == _PATHS_A_LOOK or lengths[stage] < (1 - _NEAR_CRITICAL) * pipeline_s:
+                break
+            added += self._add_path(paths[stage], lengths[stage] - paths[stage] @ durations)
         updates = (layers @ self.blocks.updates + problem.end_updates).reshape(-1, problem.ranks).sum(axis=0)
         return pipeline_s + updates.max()
 
@@ -178,87 +232,98 @@ class CutBound:
 
     # --- solving
 
-    def solve(self, integral: bool, nodes: int = 0) -> tuple[float, np.ndarray | None]:
-        """A bound in seconds, and the layers [stages, blocks] found, if any; infinite where nothing fits."""
+    # --- solving
+
+    def solve(self, near: np.ndarray, nodes: int, least_s: float = 0.0, most_s: float = np.inf) -> Tree:
+        """Search a tree of so many nodes for a split, of those near the one given, [stages]; steps limited to what is known."""
         from scipy.optimize import Bounds, LinearConstraint, milp
         from scipy.sparse import csr_array
 
-        cuts = [*self.cuts]
-        constraints = LinearConstraint(
-            csr_array(np.vstack([*self.rows, *cuts])),
-            np.array([*self.lower, *self.cut_floors]),
-            np.array([*self.upper, *(np.inf for _ in cuts)]),
-        )
-        upper = np.full(self.size, np.inf)
-        upper[self.num_layers_at.stop :] = 1.0
-        cost = np.zeros(self.size)
+        count = int(self.blocks.counts.sum())
+        self.lower[0], self.upper[0] = least_s / self.unit_s, most_s / self.unit_s
+        self.lower[1 : 1 + 2 * self.stages] = [*-near, *near]
+        most = np.full(self.size, np.inf)
+        most[self.at_switches] = 1.0
+        cost, integral = np.zeros(self.size), np.zeros(self.size)
         cost[:2] = 1.0
-        kinds = np.zeros(self.size)
-        kinds[2:] = integral
-        options = {"mip_rel_gap": 1e-6, "node_limit": nodes} if integral else {}
-        found = milp(cost, integrality=kinds, bounds=Bounds(0.0, upper), constraints=constraints, options=options)
-        if found.status == 2:
-            return np.inf, None
-        bound = found.mip_dual_bound if integral else found.fun
-        layers = None if found.x is None else found.x[self.num_layers_at].reshape(self.stages, self.kinds)
-        return (-np.inf if bound is None else bound * self.unit_s), layers
+        cost[self.at_distances] = _SCALE * _DISTANCE_WEIGHT / (2 * count)
+        integral[self.at_layers.start : self.at_switches.stop] = 1
+        found = milp(
+            cost,
+            integrality=integral,
+            bounds=Bounds(0.0, most),
+            constraints=LinearConstraint(csr_array(np.array(self.rows)), self.lower, self.upper),
+            options={"mip_rel_gap": _CLOSED, "node_limit": nodes},
+        )
+        work = (_ROOT_NODES + (found.mip_node_count or 0)) * len(self.rows) * self.size
+        if found.status == _INFEASIBLE:
+            return Tree(np.inf, None, work)
+        bound = -np.inf if found.mip_dual_bound is None else found.mip_dual_bound - _SCALE * _DISTANCE_WEIGHT
+        if found.x is None:
+            return Tree(bound * self.unit_s, None, work)
+        layers = np.rint(found.x[self.at_layers]).reshape(self.stages, self.kinds)
+        return Tree(bound * self.unit_s, layers.sum(axis=1).astype(np.int64), work)
 
 
-def fitting_split(case: Case) -> np.ndarray | None:
-    """A split that keeps within the limits, memory included; None where there is none, or none can be told."""
+@dataclass(frozen=True)
+class Tree:
+    """What a tree search gave.
+
+    Attributes:
+        bound_s: seconds that a step takes at least, or more than was allowed; infinite where nothing fits.
+        split: the best found, int64 [stages]; None where none was.
+        work: how much it was, in no particular unit.
+    """
+
+    bound_s: float
+    split: np.ndarray | None
+    work: float
+
+
+def fitting_split(case: Case, near: np.ndarray) -> tuple[bool, np.ndarray | None]:
+    """Whether some split may keep within the limits, memory included, and one that does as far as blocks of layers tell."""
     blocks = _Blocks.of(case)
     if blocks is None:
-        return None
-    _, layers = CutBound(case, blocks).solve(integral=True, nodes=_NODES)
-    return None if layers is None else np.rint(layers.sum(axis=1)).astype(np.int64)
+        return True, None
+    program = CutBound(case, blocks, unit_s=case.costs.total.total_s)
+    split = near
+    while program.add_memory(split):
+        tree = program.solve(near, _MOST_NODES)
+        if tree.split is None:
+            return tree.bound_s != np.inf, None
+        split = tree.split
+    return True, split
 
 
-def cut_bound(case: Case, best_s: float, best: np.ndarray | None) -> Iterator[tuple[float, np.ndarray]]:
-    """Ever better bounds on the step in seconds, each with splits [count, stages] that were met on the way.
+def cut_bound(case: Case, bound_s: float, best_s: float, best: np.ndarray) -> Iterator[tuple[float, np.ndarray | None]]:
+    """Ever better bounds on the step in seconds, each with a split [stages] that was met on the way, if any.
 
     Args:
         case: whose splits are bounded.
+        bound_s: the bound known.
         best_s: seconds of the best split known, of this case or another; the search for cuts ends when the bound is there.
-        best: the best split known of this case.
+        best: a good split of this case.
     """
     blocks = _Blocks.of(case)
     if blocks is None:
         return
-    program = CutBound(case, blocks)
-    inner, inner_s = None, np.inf
-    if best is not None:
-        inner = program.layers_of(best).astype(float)
-        inner_s = program.look(inner)
-    nothing = np.empty((0, program.stages), dtype=np.int64)
-    bound_s = -np.inf
-    for turn in range(_TURNS):
-        bound_s, outer = program.solve(integral=False)
-        if outer is None or bound_s >= best_s * (1 - _CLOSED):
-            break
-        if inner is None:
-            inner = outer
-        for share in _STEPS_INWARD:
-            point = inner + share * (outer - inner)
-            step_s = program.look(point)
-            if step_s < inner_s:
-                inner, inner_s = point, step_s
-        if inner_s <= bound_s * (1 + 1e-4):
-            break
-        if turn % 10 == 9:
-            yield bound_s, nothing
-    yield bound_s, nothing
-    if np.isinf(bound_s):
-        return
+    program = CutBound(case, blocks, best_s / _SCALE)
+    program.add_rank_counts(best_s)
+    program.look(best)
+    program.add_memory(best)
+    nodes, work, idle = _FIRST_NODES, 0.0, 0
     for _ in range(_TREES):
-        if bound_s >= best_s * (1 - _CLOSED):
+        tree = program.solve(best, nodes, bound_s, best_s * (1 - _CLOSED))
+        work += tree.work
+        idle = 0 if tree.bound_s > bound_s * (1 + _RISE) else idle + 1
+        if tree.bound_s <= bound_s:
+            nodes = min(2 * nodes, _MOST_NODES)
+        bound_s = max(bound_s, min(tree.bound_s, best_s * (1 - _CLOSED)))
+        yield bound_s, tree.split
+        if bound_s >= best_s * (1 - _CLOSE_ENOUGH) or idle == _IDLE_TREES or work > _WORK:
             return
-        tree_s, layers = program.solve(integral=True, nodes=_NODES)
-        bound_s = max(bound_s, tree_s)
-        if layers is None:
-            yield bound_s, nothing
-            return
-        layers = np.rint(layers)
-        split = layers.sum(axis=1).astype(np.int64)
-        yield bound_s, split[None]
-        step_s = program.look(program.layers_of(split).astype(float))
-        best_s = min(best_s, step_s)
+        if tree.split is not None:
+            step_s = program.look(tree.split)
+            fits = not program.add_memory(tree.split) and case.fits(tree.split)
+            if fits and step_s < best_s:
+                best, best_s = tree.split, step_s

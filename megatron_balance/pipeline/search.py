@@ -22,7 +22,7 @@ from megatron_balance.pipeline.starts import megatron_splits, starting_splits
 from megatron_balance.schedule.simulate import Simulator
 
 # What the head costs is the least certain of all costs. Among splits within NEAR of the shortest step (half of it where
-# that is not proven) the one is taken whose step, over that of an even split, is best in the worst case of HEAD_SCALES
+# that is not nearly proven) the one is taken whose step, over that of an even split, is best in the worst case of HEAD_SCALES
 # times the head's cost.
 NEAR = 1e-3
 HEAD_SCALES = (1.0, 0.8, 1.2)
@@ -34,6 +34,7 @@ _MOST_OPEN_SPLITS = 20_000
 _COARSE_OPERATIONS = 20_000  # of a step; longer steps are first searched with fewer micro-batches
 _MOST_CASES = 2  # places of multi-token prediction that are searched in full
 _CLOSED = 1e-9
+_WORTH_SAYING = 2e-4  # by how much a bound rises
 _GIB = 2**30
 
 
@@ -60,7 +61,8 @@ class _Found:
 
     Attributes:
         case: what is searched.
-        bound_s: seconds that a step takes at least.
+        bound_s: seconds that a step takes at least; infinite where no split fits.
+        suggested: splits [count, stages] that the bound suggests.
         layers: the best split so far, int64 [stages]; None before there is one that fits.
         step_s: its step.
         candidates: all splits [count, stages] that may be near the best; None where they are too many to simulate.
@@ -68,6 +70,7 @@ class _Found:
 
     case: Case
     bound_s: float
+    suggested: np.ndarray
     layers: np.ndarray | None = None
     step_s: float = np.inf
     candidates: np.ndarray | None = None
@@ -113,7 +116,7 @@ def find_split(
     """
     cases = list(_cases(costs, simulator, memory, allow_empty, mtp_stages))
     known = _known_splits(cases[0], starts)
-    searched = [_Found(case, floor_bound(case)[0]) for case in cases]
+    searched = [_Found(case, *floor_bound(case)) for case in cases]
     for found in sorted(searched, key=lambda found: found.bound_s):
         if not np.isinf(found.bound_s):
             _search(found, known, min(other.step_s for other in searched))
@@ -137,8 +140,8 @@ def _cases(
     """One for each possible place of multi-token prediction; where it costs nothing by itself, it stays with the head."""
     topology = simulator.topology
     last = topology.num_stages - 1
-    if not allow_empty:
-        check_stages(len(costs.layers), topology.num_stages)
+    if memory is not None and not memory.limit_bytes > 0:
+        raise BalanceError(f"a memory limit of {memory.limit_bytes} bytes leaves no room: give more than 0")
     places = {last} if mtp_stages is None or costs.mtp.total_s == 0 else {*mtp_stages}
     first = last + 1 - topology.pipeline_size
     if not places <= {*range(first, last + 1)}:
@@ -148,6 +151,7 @@ def _cases(
     cases = [Case(costs, simulator, place, memory, allow_empty) for place in sorted(places, reverse=True)]
     possible = [case for case in cases if case.is_possible]
     if not possible:
+        check_stages(len(costs.layers), topology.num_stages)
         raise BalanceError(
             f"{len(costs.layers)} layers cannot fill the stages before {sorted(places)}, where multi-token prediction may "
             "stand: let it stand in the last stage"
@@ -173,7 +177,7 @@ def _search(found: _Found, known: np.ndarray, best_s: float) -> None:
     if found.bound_s >= best_s:
         return
     if case.floors.interleaved:
-        found.candidates = open_splits(case, np.inf, _most_open(case))
+        found.candidates = open_splits(case, np.finfo(float).max, _most_open(case))
     if found.candidates is None:
         _anneal_from_starts(found, known)
         if not case.floors.interleaved and found.layers is not None:
@@ -189,27 +193,32 @@ def _most_open(case: Case) -> int:
 
 def _anneal_from_starts(found: _Found, known: np.ndarray) -> None:
     case = found.case
-    splits = np.vstack([starting_splits(case), known[case.admits(known)]])
-    if not case.floors.interleaved:
-        splits = np.vstack([splits, floor_bound(case)[1]])
+    splits = np.vstack([starting_splits(case), known[case.admits(known)], found.suggested])
     found.take(splits)
     if found.is_closed:
         return
-    if found.layers is None:
-        splits = np.vstack([splits, *(lighten(case.problem, split)[None] for split in splits[:3])])
-        found.take(splits)
-    if found.layers is None:
-        split = fitting_split(case)
-        if split is None:
-            found.bound_s = np.inf
-            return
-        splits = np.vstack([splits, split[None]])
-        found.take(splits)
+    start = found.layers
+    if start is None:
+        start = _lightest(case, splits)
+        if not case.fits(start):
+            fits, fitting = fitting_split(case, start)
+            if not fits:
+                found.bound_s = np.inf
+                return
+            start = start if fitting is None else fitting
     coarse = _coarse(case)
     if coarse is not case:
-        steps = judge_all(coarse.problem, splits)
-        found.take(_annealed(coarse.problem, splits[steps.argmin()], _THRESHOLDS)[None])
-    found.take(_annealed(case.problem, found.layers, _THRESHOLDS)[None])
+        steps = judge_all(coarse.problem, np.vstack([splits, start[None]]))
+        if np.isfinite(steps.min()):
+            start = np.vstack([splits, start[None]])[steps.argmin()]
+        found.take(_annealed(coarse.problem, start, _THRESHOLDS)[None])
+    found.take(_annealed(case.problem, start if found.layers is None else found.layers, _THRESHOLDS)[None])
+
+
+def _lightest(case: Case, splits: np.ndarray) -> np.ndarray:
+    """The split whose largest peak is lowest, of what descents from several splits [count, stages] find."""
+    lightened = [lighten(case.problem, split) for split in splits[:: max(1, len(splits) // 4)]]
+    return min(lightened, key=lambda split: peaks_of(case.problem, split).max())
 
 
 def _coarse(case: Case) -> Case:
@@ -228,21 +237,26 @@ def _annealed(problem: Problem, layers: np.ndarray, thresholds: Sequence[float])
     """The best split that rounds of annealing find, each of bounded work and from where the one before ended."""
     operations = problem.program.cost.size * problem.weights.size
     evaluations = max(min(_ROUND_EVALUATIONS, _ROUND_OPERATIONS // operations), 1)
-    for threshold in thresholds:
-        layers, _ = anneal(problem, layers, threshold, evaluations)
+    for turn, threshold in enumerate(thresholds):
+        layers, _ = anneal(problem, layers, threshold, evaluations, turn)
     return layers
 
 
 def _raise_bounds(searched: list[_Found], best: _Found, say: Callable[[str], None]) -> _Found:
     """Cutting planes where a case's bound is below the best step by more than counts; they may find better splits, too."""
+    said_s = 0.0
     for found in sorted(searched, key=lambda found: found.bound_s):
         if found.bound_s * (1 + NEAR / 2) >= best.step_s:
             continue
-        for bound_s, splits in cut_bound(found.case, best.step_s, found.layers):
-            found.take(splits)
+        start = starting_splits(found.case)[0] if found.layers is None else found.layers
+        for bound_s, split in cut_bound(found.case, found.bound_s, best.step_s, start):
+            found.take(np.empty((0, 0)) if split is None else split[None])
             best = min(best, found, key=lambda each: each.step_s)
-            found.bound_s = max(found.bound_s, min(bound_s, best.step_s))
-            say(_progress(best, min(each.bound_s for each in searched)))
+            found.bound_s = min(bound_s, best.step_s)
+            lowest_s = min(each.bound_s for each in searched)
+            if lowest_s > said_s * (1 + _WORTH_SAYING):
+                say(_progress(best, lowest_s))
+                said_s = lowest_s
     return best
 
 
@@ -254,9 +268,8 @@ def _progress(best: _Found, bound_s: float) -> str:
 def _most_robust(best: _Found, known: np.ndarray, bound_s: float) -> tuple[np.ndarray, float]:
     """Of the splits within NEAR of the shortest the one least hurt by a wrong head, and its step."""
     case, nominal = best.case, best.case.problem
-    slack = NEAR if best.step_s <= bound_s * (1 + _CLOSED) else NEAR / 2
-    admitted = known[case.admits(known)]
-    limit_s = min([(1 + slack) * best.step_s, *judge_all(nominal, admitted)])
+    near_s = (1 + NEAR) * bound_s if best.step_s <= (1 + NEAR / 2) * bound_s else (1 + NEAR / 2) * best.step_s
+    limit_s = min([near_s, *judge_all(nominal, known[case.admits(known)])])
     robust = case.robust(HEAD_SCALES, limit_s * (1 + 1e-12))
     if best.candidates is not None:
         layers = best.candidates[judge_all(robust, best.candidates).argmin()]
@@ -267,17 +280,13 @@ def _most_robust(best: _Found, known: np.ndarray, bound_s: float) -> tuple[np.nd
 
 def _no_room(cases: Sequence[Case]) -> BalanceError:
     """What is lacking where, with the lightest split."""
-    lightest = []
-    for case in cases:
-        splits = np.unique([lighten(case.problem, split) for split in starting_splits(case)], axis=0)
-        lightest += [
-            (peaks.max(), int(peaks.argmax()), split) for split in splits for peaks in [peaks_of(case.problem, split)]
-        ]
-    peak, rank, split = min(lightest, key=lambda each: each[0])
-    limit = cases[0].problem.room.limit_bytes
+    lightest = [(case, _lightest(case, starting_splits(case))) for case in cases]
+    case, split = min(lightest, key=lambda each: peaks_of(each[0].problem, each[1]).max())
+    peaks, limit = peaks_of(case.problem, split), case.problem.room.limit_bytes
+    rank = int(peaks.argmax())
     return BalanceError(
         f"no split of {split.sum()} layers on {split.size} stages fits {limit / _GIB:.2f} GiB on every rank: with "
-        f"{' '.join(map(str, split))}, the lightest found, pipeline rank {rank} needs {peak / _GIB:.2f} GiB, "
-        f"{(peak - limit) / _GIB:.2f} GiB too much; what helps: more pipeline or tensor parallel ranks, "
+        f"{' '.join(map(str, split))}, the lightest found, pipeline rank {rank} needs {peaks[rank] / _GIB:.2f} GiB, "
+        f"{(peaks[rank] - limit) / _GIB:.2f} GiB too much; what helps: more pipeline or tensor parallel ranks, "
         "--recompute-granularity, --use-distributed-optimizer, a smaller --micro-batch-size"
     )
