@@ -40,6 +40,41 @@ HYBRID = (
 )
 
 
+def _block(attention: str = "", mlp: str = "") -> dict[str, dict]:
+    """One layer's configuration; a part is ``linear``, left out (``no_op``) or of the usual width."""
+    parts = {"attention": (attention, {"n_heads_in_group": 2}), "ffn": (mlp, {"ffn_mult": 1.0})}
+    return {
+        name: {key: None if what else width for key, width in usual.items()}
+        | {"no_op": what == "no_op", "replace_with_linear": what == "linear"}
+        for name, (what, usual) in parts.items()
+    }
+
+
+_BLOCKS = {
+    "hidden_act": "silu",
+    "num_hidden_layers": 8,
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "tie_word_embeddings": False,
+    "rope_theta": 10000,
+    "rope_scaling": {"factor": 8.0},
+    "block_configs": [
+        *[_block()] * 3,
+        _block("no_op"),
+        _block("linear"),
+        _block("", "no_op"),
+        _block("", "linear"),
+        _block(),
+    ],
+}
+HETEROGENEOUS = (
+    f"--num-layers 8 --heterogeneous-layers-config-encoded-json {json.dumps(_BLOCKS, separators=(',', ':'))} --swiglu"
+    " --normalization RMSNorm --group-query-attention --num-query-groups 2 --position-embedding-type rope"
+    " --use-rotary-position-embeddings --use-rope-scaling --rope-scaling-factor 8.0 --rotary-base 10000"
+    " --untie-embeddings-and-output-weights --disable-bias-linear"
+)
+
+
 @pytest.mark.parametrize("placement", ["any", "last"])
 def test_megatron_accepts_the_plan_of_deepseek_v3(tmp_path, placement):
     from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
@@ -87,6 +122,14 @@ def test_a_hybrid_model_trains_with_the_losses_of_one_stage(local_stack, from_ch
     stages = built(run)
     assert [number for stage in stages for number in stage] == [1, 2, 3, 4, 5, 6, 7, 8]
     assert len(stages) == (4 if virtual else 2) and len(stages[0]) > len(stages[-1])
+
+
+def test_layers_with_a_configuration_of_their_own_train_with_the_losses_of_one_stage(from_checkpoint):
+    split = f"--pipeline-model-parallel-size 2 {ANALYTIC} --balanced-pipeline-head-weight 3"
+    run = from_checkpoint(HETEROGENEOUS, split, 2)
+    assert largest_difference(run.losses, from_checkpoint(HETEROGENEOUS).losses) <= TOLERANCE
+    stages = built(run)
+    assert [number for stage in stages for number in stage] == [1, 2, 3, 4, 5, 6, 7, 8] and len(stages[0]) > 4
 
 
 def test_megatron_accepts_the_plan_of_a_mamba_model(tmp_path):

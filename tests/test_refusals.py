@@ -67,6 +67,10 @@ def prepared(monkeypatch, arguments: list[str], **changes):
         ("--balanced-pipeline-embedding-weight much", "embedding-weight much"),
         ("--balanced-pipeline-dry-run=-3", "dry-run -3"),
         ("--balanced-pipeline-device H300", "device H300: choose one of A100, .*generic"),
+        (
+            "--num-virtual-stages-per-pipeline-rank 2 --heterogeneous-layers-config-path blocks.json",
+            "cannot build layers that each have a configuration of their own in 2 virtual stages",
+        ),
         ("--experimental-attention-variant dsa", "experimental or linear attention"),
         ("--balanced-pipeline-mtp-placement first", "mtp-placement first: must be any or last"),
         ("--num-virtual-stages-per-pipeline-rank 0", "--num-virtual-stages-per-pipeline-rank 0: give 1 or more"),
