@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import json
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,8 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_balance.costs.devices import device_chosen, device_named
-from megatron_balance.costs.memory import ChainMemory, ElementMemory
+from megatron_balance.costs.memory import ChainMemory, ElementMemory, Optimizer, chain_memory
 from megatron_balance.errors import BalanceError
+from megatron_balance.model import ModelSpec
 from megatron_balance.pipeline.memory import device_limit_bytes, limit_like, rank_peaks
 from megatron_balance.schedule.in_flight import in_flight
 from megatron_balance.schedule.order import schedule_order
@@ -115,3 +120,77 @@ def test_devices_leave_a_reserve_and_the_cpu_knows_no_limit():
     assert device_limit_bytes(device_named("NVIDIA A100-PCIE-40GB")) == pytest.approx(34e9)
     assert device_limit_bytes(device_named("NVIDIA GH200 480GB")) == device_limit_bytes(device_chosen("H100"))
     assert device_limit_bytes(device_chosen("cpu")) is None
+
+
+# --- activations against those that Megatron's layers keep
+
+SMALL = {
+    "num_layers": 3, "hidden_size": 128, "num_attention_heads": 4, "seq_length": 96, "max_position_embeddings": 96,
+    "padded_vocab_size": 512, "ffn_hidden_size": 320, "micro_batch_size": 2, "transformer_impl": "local",
+    "hidden_dropout": 0.0, "attention_dropout": 0.0,
+}  # fmt: skip
+LLAMA = {
+    "swiglu": True, "add_bias_linear": False, "normalization": "RMSNorm", "group_query_attention": True,
+    "num_query_groups": 2, "position_embedding_type": "rope", "untie_embeddings_and_output_weights": True,
+}  # fmt: skip
+MOE = {
+    "swiglu": True, "add_bias_linear": False, "position_embedding_type": "rope", "num_experts": 4, "moe_router_topk": 2,
+    "moe_ffn_hidden_size": 96, "moe_layer_freq": [0, 1, 1],
+}  # fmt: skip
+FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+SELECTIVE = {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
+KEPT = {
+    "gpt": {},
+    "gpt-bf16": {"bf16": True},
+    "gpt-rope": {"position_embedding_type": "rope"},
+    "llama": LLAMA,
+    "llama-bf16": {**LLAMA, "bf16": True},
+    "qwen-bf16": {**LLAMA, "qk_layernorm": True, "bf16": True},
+    "qk-layernorm": {"qk_layernorm": True, "group_query_attention": True, "num_query_groups": 2},
+    "moe": MOE,
+    "moe-bf16": {**MOE, "bf16": True, "moe_shared_expert_intermediate_size": 160},
+    "moe-ungated": {**MOE, "swiglu": False},
+    "mla": {"multi_latent_attention": True, "q_lora_rank": 64, "kv_lora_rank": 48, "qk_head_dim": 32,
+            "qk_pos_emb_head_dim": 16, "v_head_dim": 32, "position_embedding_type": "rope"},
+    "mtp": {"mtp_num_layers": 2, "position_embedding_type": "rope"},
+    "full": {**LLAMA, **FULL, "bf16": True},
+    "full-mtp": {**FULL, "mtp_num_layers": 1, "position_embedding_type": "rope"},
+    "block": {**FULL, "recompute_method": "block"},
+    "core": SELECTIVE,
+    "core-llama-bf16": {**LLAMA, **SELECTIVE, "bf16": True},
+    "mlp": {**SELECTIVE, "recompute_modules": ["core_attn", "mlp"]},
+    "moe-again": {**MOE, **SELECTIVE, "recompute_modules": ["moe"]},
+    "shared-again": {**MOE, **SELECTIVE, "recompute_modules": ["shared_experts"],
+                     "moe_shared_expert_intermediate_size": 160},
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory) -> dict[str, dict[str, int]]:
+    """Bytes that the elements of models built by Megatron keep."""
+    pytest.importorskip("megatron.core")
+    models = {name: {**SMALL, **arguments} for name, arguments in KEPT.items()}
+    store = tmp_path_factory.mktemp("rendezvous") / "store"
+    driver = Path(__file__).with_name("kept_tensors.py")
+    command = [sys.executable, "-W", "ignore", str(driver), str(store), json.dumps(models)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.megatron
+@pytest.mark.parametrize("name", KEPT)
+def test_activations_are_those_that_layers_keep(kept, name):
+    arguments = {**SMALL, **KEPT[name]}
+    topology = Topology(1, 1, micro_batch_size=arguments["micro_batch_size"])
+    chain = chain_memory(ModelSpec.from_arguments(arguments), topology, Optimizer(8))
+    seen = kept[name]
+    layers = [seen[f"layer {index}"] for index in range(3)]
+    expected = [layer.activation_bytes for layer in chain.layers]
+    if name == "block":  # which layers are computed again depends on the split: each carries its share
+        layers, expected = [sum(layers)], [sum(expected)]
+    head = seen["head"] + seen.get("outputs", 0)
+    assert expected == pytest.approx(layers, rel=0.1)
+    assert chain.head.activation_bytes == pytest.approx(head, rel=0.1)
+    assert chain.mtp.activation_bytes == pytest.approx(seen.get("mtp", 0), rel=0.1)
+    assert chain.embedding.activation_bytes == seen["embedding"]
