@@ -294,6 +294,8 @@ def read_command_line(argv: Sequence[str]) -> CommandLine:
     known, ignored = _set_apart(words, parser.names)
     arguments = vars(parser.parse_args(known))
     _check_sizes(arguments)
+    if arguments.get("bf16") and arguments.get("fp16"):
+        raise BalanceError("--bf16 and --fp16 exclude each other: leave one out")
     return CommandLine(arguments, tuple(dict.fromkeys(ignored)), _world_size(launcher))
 
 
@@ -398,7 +400,7 @@ def _world_size(launcher: Sequence[str]) -> int | None:
 
 
 def _launcher_value(launcher: Sequence[str], name: re.Pattern[str]) -> str | None:
-    for word, following in zip(launcher, [*launcher[1:], ""], strict=True):
+    for word, following in zip(launcher, [*launcher, ""][1:], strict=True):
         flag, separator, value = word.partition("=")
         if name.fullmatch(flag):
             return value if separator else following
@@ -421,6 +423,8 @@ def completed(arguments: Mapping[str, Any]) -> dict[str, Any]:
     done = dict(arguments)
     if done.get("vocab_size") is None and done.get("padded_vocab_size") is None:
         done["vocab_size"] = _vocabulary(arguments)
+    if done.get("fp16"):
+        done["bf16"] = False  # that of a Hugging Face config, which a flag outranks
     if done.get("tensor_model_parallel_size", 1) == 1:
         done["sequence_parallel"] = False
     if done.get("moe_layer_recompute"):

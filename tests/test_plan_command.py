@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import itertools
 import json
 import shlex
 import subprocess
@@ -257,8 +258,8 @@ def test_bridge_lines_are_python(capsys) -> None:
 def test_deepspeed_parts_cover_the_specs(layers: tuple[int, ...]) -> None:
     parts = deepspeed_parts(layers)
     assert parts[0] == 0 and parts[-1] == 16 + 2 and len(parts) == 5
-    assert all(start < stop for start, stop in zip(parts, parts[1:], strict=False))
-    held = [stop - start for start, stop in zip(parts, parts[1:], strict=False)]
+    assert all(start < stop for start, stop in itertools.pairwise(parts))
+    held = [stop - start for start, stop in itertools.pairwise(parts)]
     assert held == [layers[0] + 1, *layers[1:-1], layers[-1] + 1]
     source = deepspeed_class(parts)
     compile(source, "balanced.py", "exec")
@@ -293,7 +294,7 @@ def test_trace_has_every_operation_once_and_none_overlap(capsys, tmp_path) -> No
     assert {event["tid"] for event in operations} == {1, 2, 3, 4}
     for rank in range(1, 5):
         own = sorted((event["ts"], event["dur"]) for event in operations if event["tid"] == rank)
-        assert all(ts + dur <= after + 0.01 for (ts, dur), (after, _) in zip(own, own[1:], strict=False))
+        assert all(ts + dur <= after + 0.01 for (ts, dur), (after, _) in itertools.pairwise(own))
     end_s = max(event["ts"] + event["dur"] for event in operations) / 1e6
     assert end_s == pytest.approx(values["iteration_s"], rel=1e-6)
 

@@ -14,16 +14,16 @@ from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any
 
-from megatron_balance.errors import BalanceError
+from megatron_balance.costs.chain import ChainCosts
+from megatron_balance.errors import BalanceError, MemoryLack
 from megatron_balance.files import read_text
 from megatron_balance.megatron import stored_layout
 from megatron_balance.megatron.agreement import decide_on_rank_0
 from megatron_balance.megatron.arguments import ANALYTIC, FLAG, LAST, PROFILE, Options
-from megatron_balance.megatron.job_costs import costs_of_job, say_devices
+from megatron_balance.megatron.job_costs import costs_of_job, device_of_job, say_devices
 from megatron_balance.megatron.registry import Hook, registry
 from megatron_balance.megatron.split_arguments import (
     argument_of,
-    empty_ranks,
     is_ours,
     may_leave_empty,
     mtp_stages,
@@ -37,8 +37,9 @@ from megatron_balance.megatron.split_arguments import (
 from megatron_balance.model import ModelSpec, refuse_uncovered
 from megatron_balance.pipeline.chain import check_stages
 from megatron_balance.pipeline.layout import Layout, parse_layout
-from megatron_balance.pipeline.plan import Plan, Scalar, find_plan, make_plan, save_plan
+from megatron_balance.pipeline.plan import Plan, Scalar, find_plan, save_plan
 from megatron_balance.pipeline.show import render_plan
+from megatron_balance.planning.planner import plan_job
 from megatron_balance.reporting import say
 from megatron_balance.topology import Topology
 
@@ -200,6 +201,10 @@ def _given(options: Options) -> dict[str, str]:
         given["costs_file"] = hashlib.sha256(content.encode()).hexdigest()[:16]
     if options.mtp_placement == LAST:
         given["mtp_placement"] = LAST
+    if options.memory.gigabytes is not None:
+        given["memory_gb"] = f"{options.memory.gigabytes:g}"
+    if options.memory.like is not None:
+        given["memory_like"] = options.memory.like
     return given
 
 
@@ -215,17 +220,41 @@ def _decide(args: Any, options: Options, model: ModelSpec, topology: Topology, h
     costs = costs_of_job(args, options, model, topology)
     costs = costs.with_weights(options.embedding_weight, options.head_weight)
     say(f"megatron-balance: planning {topology.num_stages} stages on costs {costs.source} ...")
-    make = functools.partial(
-        make_plan, costs, topology, holds_for, model.mtp_num_layers, mtp_stages=mtp_stages(args, options, topology)
-    )
-    plan = make(allow_empty=may_leave_empty(args, topology))
-    if empty_ranks(parse_layout(plan.layout), topology.pipeline_size):
-        say("megatron-balance: that leaves a rank empty, which Megatron cannot load: planning without empty stages")
-        plan = make()
+    plan = _plan_within_memory(args, options, model, topology, costs, holds_for)
     if path is not None:
         save_plan(path, plan)
         say(f"megatron-balance: plan written to {path}")
     return plan
+
+
+def _plan_within_memory(
+    args: Any,
+    options: Options,
+    model: ModelSpec,
+    topology: Topology,
+    costs: ChainCosts,
+    holds_for: Mapping[str, Scalar],
+) -> Plan:
+    """A plan that fits the memory asked for, or by the estimate the device's, which does not keep a job from starting."""
+    make = functools.partial(
+        plan_job,
+        costs,
+        model,
+        topology,
+        vars(args),
+        holds_for,
+        wish=options.memory,
+        mtp_stages=mtp_stages(args, options, topology),
+        allow_empty=may_leave_empty(args, topology),
+        say=lambda text: say(f"megatron-balance: {text}"),
+    )
+    if options.memory.is_given:
+        return make().plan
+    try:
+        return make(device=device_of_job(options)).plan
+    except MemoryLack as lack:
+        say(f"megatron-balance: planning without a limit of memory, as the estimate leaves no split: {lack}")
+        return make().plan
 
 
 def _check_costs(options: Options, plan: Plan, path: str) -> None:

@@ -143,12 +143,6 @@ def may_leave_empty(args: Any, topology: Topology) -> bool:
 
     A `TransformerBlock` without layers hands on a copy of what it gets. A hybrid model's stack hands on that itself, which
     the schedule frees as soon as it is sent: the losses are wrong. And no version can load a checkpoint into a rank without
-    any parameter, as one is whose only stage is empty, or all of whose stages are (``empty_ranks``).
+    any parameter, as one is whose only stage is empty, or all of whose stages are (``Layout.empty_ranks``).
     """
     return topology.virtual_size > 1 and pattern_of(args) is None
-
-
-def empty_ranks(layout: Layout, pipeline_size: int) -> list[int]:
-    """Pipeline ranks between the first and the last that hold nothing."""
-    held = [layers + mtp for layers, mtp in zip(layout.layers, layout.mtp, strict=True)]
-    return [rank for rank in range(1, pipeline_size - 1) if not any(held[rank::pipeline_size])]

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from megatron_balance.costs.chain import ChainCosts
-from megatron_balance.errors import BalanceError
+from megatron_balance.errors import BalanceError, MemoryLack
 from megatron_balance.kernels import Problem, anneal, judge_all, lighten, peaks_of
 from megatron_balance.pipeline.bound import floor_bound, open_splits
 from megatron_balance.pipeline.case import Case
@@ -35,7 +35,7 @@ _COARSE_OPERATIONS = 20_000  # of a step; longer steps are first searched with f
 _MOST_CASES = 2  # places of multi-token prediction that are searched in full
 _CLOSED = 1e-9
 _WORTH_SAYING = 2e-4  # by how much a bound rises
-_GIB = 2**30
+_GB = 1e9
 
 
 @dataclass(frozen=True)
@@ -278,15 +278,15 @@ def _most_robust(best: _Found, known: np.ndarray, bound_s: float) -> tuple[np.nd
     return layers, float(judge_all(nominal, layers[None])[0])
 
 
-def _no_room(cases: Sequence[Case]) -> BalanceError:
+def _no_room(cases: Sequence[Case]) -> MemoryLack:
     """What is lacking where, with the lightest split."""
     lightest = [(case, _lightest(case, starting_splits(case))) for case in cases]
     case, split = min(lightest, key=lambda each: peaks_of(each[0].problem, each[1]).max())
     peaks, limit = peaks_of(case.problem, split), case.problem.room.limit_bytes
     rank = int(peaks.argmax())
-    return BalanceError(
-        f"no split of {split.sum()} layers on {split.size} stages fits {limit / _GIB:.2f} GiB on every rank: with "
-        f"{' '.join(map(str, split))}, the lightest found, pipeline rank {rank} needs {peaks[rank] / _GIB:.2f} GiB, "
-        f"{(peaks[rank] - limit) / _GIB:.2f} GiB too much; what helps: more pipeline or tensor parallel ranks, "
+    return MemoryLack(
+        f"no split of {split.sum()} layers on {split.size} stages fits {limit / _GB:.2f} GB on every rank: with "
+        f"{' '.join(map(str, split))}, the lightest found, pipeline rank {rank} needs {peaks[rank] / _GB:.2f} GB, "
+        f"{(peaks[rank] - limit) / _GB:.2f} GB too much; what helps: more pipeline or tensor parallel ranks, "
         "--recompute-granularity, --use-distributed-optimizer, a smaller --micro-batch-size"
     )

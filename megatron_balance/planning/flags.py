@@ -25,6 +25,10 @@ class MemoryWish:
     gigabytes: float | None = None
     like: str | None = None
 
+    @property
+    def is_given(self) -> bool:
+        return self.gigabytes is not None or self.like is not None
+
 
 def add_memory_arguments(group: argparse._ArgumentGroup | argparse.ArgumentParser) -> None:
     """Add the two flags that limit memory."""
@@ -33,7 +37,7 @@ def add_memory_arguments(group: argparse._ArgumentGroup | argparse.ArgumentParse
         type=float,
         metavar="G",
         help="Forbid splits under which a rank needs more than G gigabytes (1e9 bytes) by the estimate. Default: what the"
-        " device has, minus a reserve; no limit on the CPU.",
+        " device has, minus a reserve of a tenth and 2 GB; no limit on the CPU.",
     )
     group.add_argument(
         f"{FLAG}-memory-like",

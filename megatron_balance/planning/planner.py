@@ -76,7 +76,7 @@ def plan_job(
         BalanceError: nothing fits the memory, a layout in ``wish`` is not one of this job, or as ``make_plan``.
     """
     memory = chain_memory(model, topology, Optimizer.from_arguments(arguments))
-    limit_bytes = _limit_bytes(wish, device, memory, model, topology, mtp_last=mtp_stages is None)
+    limit_bytes = _limit_bytes(wish, device, memory, model, topology, mtp_last=mtp_stages is None, say=say)
 
     def make(limit_bytes: float | None, *more_starts: Sequence[int]) -> Plan:
         limit = None if limit_bytes is None else MemoryLimit(memory, limit_bytes)
@@ -99,7 +99,10 @@ def plan_job(
     )
     plan = make(limit_bytes)
     plan = replace(plan, limited_by=_limited_by_memory(plan, unlimited) or plan.limited_by)
-    return Planned(plan, memory, unlimited, make(1.1 * limit_bytes, plan.layers) if asks_more else None)
+    more_bytes, tenth_more = 1.1 * limit_bytes, None
+    if asks_more:
+        tenth_more = unlimited if max(unlimited.peak_bytes) <= more_bytes else make(more_bytes, plan.layers)
+    return Planned(plan, memory, unlimited, tenth_more)
 
 
 def layout_of_wish(
@@ -118,14 +121,27 @@ def layout_of_wish(
 
 
 def _limit_bytes(
-    wish: MemoryWish, device: Device | None, memory: ChainMemory, model: ModelSpec, topology: Topology, mtp_last: bool
+    wish: MemoryWish,
+    device: Device | None,
+    memory: ChainMemory,
+    model: ModelSpec,
+    topology: Topology,
+    mtp_last: bool,
+    say: Callable[[str], None],
 ) -> float | None:
     if wish.gigabytes is not None:
         return wish.gigabytes * 1e9
     if wish.like is not None:
         layout = layout_of_wish(wish.like, model.num_layers, model.mtp_num_layers, topology, mtp_last)
         return float(rank_peaks(memory, topology, layout.layers, layout.mtp_stage).max())
-    return None if device is None else device_limit_bytes(device)
+    limit_bytes = None if device is None else device_limit_bytes(device)
+    if limit_bytes is not None:
+        kept = device.reserve_bytes / 1e9
+        say(
+            f"a rank may occupy {limit_bytes / 1e9:.1f} GB: {device.name} has {device.memory_bytes / 1e9:.1f} GB, of which"
+            f" {kept:.1f} GB are kept in reserve"
+        )
+    return limit_bytes
 
 
 def _limited_by_memory(plan: Plan, unlimited: Plan) -> str | None:
