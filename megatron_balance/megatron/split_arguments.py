@@ -12,6 +12,7 @@ from megatron_balance.errors import BalanceError
 from megatron_balance.megatron.arguments import FLAG, LAST, Options
 from megatron_balance.model import HybridPattern, hybrid_pattern, layer_kinds
 from megatron_balance.pipeline.layout import Layout
+from megatron_balance.planning import stock
 from megatron_balance.topology import Topology
 
 LAYOUT = "pipeline_model_parallel_layout"
@@ -114,15 +115,13 @@ def write_split(args: Any, layout: Layout) -> None:
 def mtp_stages(args: Any, options: Options, topology: Topology) -> tuple[int, ...] | None:
     """The stages in which multi-token prediction may stand; None is the last one only.
 
-    It may be in the last stage of any rank where Megatron sends what it puts out on to the head. Not on the first rank:
-    with virtual stages Megatron accepts that, but the word embedding is on that rank twice then, and what is trained differs.
+    Where Megatron sends on what it puts out, ``stock.mtp_stages``. The schedule that combines passes (``overlap_moe``) puts
+    the losses of multi-token prediction beside it; the head's stage is safe there.
     """
-    if options.mtp_placement == LAST or not args.mtp_num_layers or pattern_of(args) is not None:
+    stays = options.mtp_placement == LAST or not args.mtp_num_layers or topology.overlap_moe
+    if stays or pattern_of(args) is not None or not _places_mtp_apart():
         return None
-    if not _places_mtp_apart():
-        return None
-    first = topology.num_stages - topology.pipeline_size
-    return tuple(range(first + 1, topology.num_stages))
+    return stock.mtp_stages(topology)
 
 
 def _places_mtp_apart() -> bool:
@@ -143,6 +142,7 @@ def may_leave_empty(args: Any, topology: Topology) -> bool:
 
     A `TransformerBlock` without layers hands on a copy of what it gets. A hybrid model's stack hands on that itself, which
     the schedule frees as soon as it is sent: the losses are wrong. And no version can load a checkpoint into a rank without
-    any parameter, as one is whose only stage is empty, or all of whose stages are (``Layout.empty_ranks``).
+    any parameter, as one is whose only stage is empty, or all of whose stages are (``Layout.empty_ranks``). The schedule
+    that combines passes (``overlap_moe``) goes layer by layer, and has not been tried without any.
     """
-    return topology.virtual_size > 1 and pattern_of(args) is None
+    return topology.virtual_size > 1 and not topology.overlap_moe and pattern_of(args) is None

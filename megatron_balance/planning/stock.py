@@ -113,7 +113,7 @@ def check_layout(layout: Layout, num_layers: int, mtp_num_layers: int, topology:
 def mtp_stages(topology: Topology) -> tuple[int, ...]:
     """Stages in which Megatron core 0.16 and newer runs multi-token prediction: the last one of each rank but the first.
 
-    It lets the first rank pass too, which would then have the word embedding twice.
+    It lets the first rank pass too, which would then have the word embedding twice, and train something else.
     """
     first = topology.num_stages - topology.pipeline_size
     return tuple(range(min(first + 1, topology.num_stages - 1), topology.num_stages))
