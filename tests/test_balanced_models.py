@@ -17,13 +17,13 @@ VIRTUAL = "--num-virtual-stages-per-pipeline-rank 2"
 
 DEEPSEEK_V3 = (
     "--num-layers 61 --hidden-size 7168 --ffn-hidden-size 18432 --num-attention-heads 128 --seq-length 4096"
-    " --max-position-embeddings 4096 --micro-batch-size 1 --global-batch-size 2048 --train-iters 1 --lr 1e-4 --bf16"
+    " --max-position-embeddings 4096 --micro-batch-size 1 --global-batch-size 4096 --train-iters 1 --lr 1e-4 --bf16"
     " --mock-data --tokenizer-type NullTokenizer --vocab-size 129279 --make-vocab-size-divisible-by 1 --eval-interval 1"
     " --position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear"
     " --untie-embeddings-and-output-weights --multi-latent-attention --qk-layernorm --q-lora-rank 1536 --kv-lora-rank 512"
     " --qk-head-dim 128 --qk-pos-emb-head-dim 64 --v-head-dim 128 --num-experts 256 --moe-router-topk 8"
     " --moe-layer-freq [0]*3+[1]*58 --moe-ffn-hidden-size 2048 --moe-shared-expert-intermediate-size 2048"
-    " --moe-token-dispatcher-type alltoall --expert-model-parallel-size 8 --mtp-num-layers 1"
+    " --moe-token-dispatcher-type alltoall --expert-model-parallel-size 64 --use-distributed-optimizer --mtp-num-layers 1"
     f" --pipeline-model-parallel-size 16 {VIRTUAL} --balanced-pipeline --balanced-pipeline-device H100"
 )
 # The same shape, a few thousand parameters wide. No loss of load balance: it is a mean over micro-batches of one stage.
@@ -81,7 +81,7 @@ def test_megatron_accepts_the_plan_of_deepseek_v3(tmp_path, placement):
 
     file = tmp_path / "plan.json"
     flags = f"{DEEPSEEK_V3} --balanced-pipeline-mtp-placement {placement} --balanced-pipeline-plan {file}"
-    run = dry_run(tmp_path, flags.split(), 128)
+    run = dry_run(tmp_path, flags.split(), 1024)
     assert run.status == 0, run.output
     text = json.loads(file.read_text())["layout"]
     layout = PipelineParallelLayerLayout(text, 16)
