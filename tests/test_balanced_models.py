@@ -17,7 +17,7 @@ VIRTUAL = "--num-virtual-stages-per-pipeline-rank 2"
 
 DEEPSEEK_V3 = (
     "--num-layers 61 --hidden-size 7168 --ffn-hidden-size 18432 --num-attention-heads 128 --seq-length 4096"
-    " --max-position-embeddings 4096 --micro-batch-size 1 --global-batch-size 4096 --train-iters 1 --lr 1e-4 --bf16"
+    " --max-position-embeddings 4096 --micro-batch-size 1 --global-batch-size 2048 --train-iters 1 --lr 1e-4 --bf16"
     " --mock-data --tokenizer-type NullTokenizer --vocab-size 129279 --make-vocab-size-divisible-by 1 --eval-interval 1"
     " --position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear"
     " --untie-embeddings-and-output-weights --multi-latent-attention --qk-layernorm --q-lora-rank 1536 --kv-lora-rank 512"
