@@ -17,22 +17,19 @@ cpu.install()
 import torch  # noqa: E402
 from megatron.core import parallel_state, tensor_parallel  # noqa: E402
 from megatron.core.models.gpt import GPTModel, gpt_layer_specs  # noqa: E402
-from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig  # noqa: E402
+from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 
 _SAME = (
     "num_layers hidden_size num_attention_heads ffn_hidden_size kv_channels add_bias_linear normalization qk_layernorm"
     " mtp_num_layers moe_layer_freq moe_ffn_hidden_size moe_shared_expert_intermediate_size moe_router_topk bf16"
-    " recompute_granularity recompute_method recompute_num_layers recompute_modules q_lora_rank kv_lora_rank qk_head_dim"
-    " qk_pos_emb_head_dim v_head_dim"
+    " recompute_granularity recompute_method recompute_num_layers recompute_modules"
 ).split()
 
 
 def config(arguments: dict) -> TransformerConfig:
-    latent = arguments.get("multi_latent_attention", False)
     gated = arguments.get("swiglu", False)
-    return (MLATransformerConfig if latent else TransformerConfig)(
+    return TransformerConfig(
         **{name: arguments[name] for name in _SAME if name in arguments},
-        **({"multi_latent_attention": True, "rope_type": "rope"} if latent else {}),
         num_query_groups=arguments.get("num_query_groups"),
         num_moe_experts=arguments.get("num_experts"),
         gated_linear_unit=gated,
@@ -54,9 +51,7 @@ def build(arguments: dict) -> GPTModel:
         layers = gpt_layer_specs.get_gpt_decoder_block_spec(settings, use_transformer_engine=False)
     else:
         layers = gpt_layer_specs.get_gpt_layer_local_spec(
-            qk_layernorm=settings.qk_layernorm,
-            normalization=settings.normalization,
-            multi_latent_attention=settings.multi_latent_attention,
+            qk_layernorm=settings.qk_layernorm, normalization=settings.normalization
         )
     mtp = None
     if settings.mtp_num_layers:

@@ -135,8 +135,8 @@ class Activations:
         if "core_attn" in self.model.recompute.modules:  # what goes into the function that is run again
             sources = joint + (queries + keys) * copied
         else:
-            normed = self.model.qk_layernorm and not self._converts  # keeps its input, a slice
-            sources = 3 * queries + joint * normed if grouped else joint + (queries + keys) * copied
+            normed = self.model.qk_layernorm and not self._converts  # keeps its inputs: queries copied, keys a slice
+            sources = 3 * queries + (queries + joint) * normed if grouped else joint + (queries + keys) * copied
         return Saved(self._bytes(sources) + tables * self.model.dtype_bytes)
 
     def _core(self, queries: int) -> Saved:
@@ -151,7 +151,10 @@ class Activations:
         return inside + Saved(widest=3 * scores * model.dtype_bytes)
 
     def _latent_attention(self, latent: LatentAttention) -> Saved:
-        """Latent queries, keys and values before and after their norms; queries, keys and values of all heads."""
+        """Latent queries, keys and values before and after their norms; queries, keys and values of all heads.
+
+        By the code of Megatron's layers; not counted on built ones, which need Transformer Engine.
+        """
         model, heads = self.model, self.model.num_attention_heads
         narrow = (latent.q_lora_rank or 0) + latent.kv_lora_rank
         latents = 2 * self._residual_tokens * (narrow + latent.qk_pos_emb_head_dim) * model.dtype_bytes

@@ -162,11 +162,14 @@ class _Chain:
         return ElementMemory(0.0, activation, together * saved.all + saved.widest)
 
     def _mtp(self, parameters: Parameters) -> ElementMemory:
-        """All depths; with full recomputation each is computed again as a whole, from its two inputs, but for its last norm."""
+        """All depths; with full, uniform recomputation each is computed again as a whole, from its two inputs.
+
+        Megatron recomputes none of them by the method ``block``.
+        """
         depth, depths = self._kept.mtp_depth(), self.model.mtp_num_layers
-        states = self._states(parameters, cached=True)
-        if self.model.recompute.granularity == "full":
-            activation = depths * (3 * self._kept.residual + self._kept.embedding())
+        states, recompute = self._states(parameters, cached=True), self.model.recompute
+        if recompute.granularity == "full" and recompute.method != "block":
+            activation = depths * (2 * self._kept.residual + self._kept.embedding())
             return ElementMemory(states, activation, max(depth.all + depth.widest, self._table_bytes))
         working = max(depth.again + depth.widest, self._table_bytes)
         return ElementMemory(states, depths * depth.kept, working)
