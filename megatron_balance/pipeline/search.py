@@ -128,11 +128,12 @@ def find_split(
         _refine(found)
     best = min(searched, key=lambda found: found.step_s)
     if best.layers is None:
-        raise _no_room(cases)
+        raise _no_room(cases, certain=all(np.isinf(found.bound_s) for found in searched))
     say(_progress(best, min(found.bound_s for found in searched)))
     best = _raise_bounds(searched, best, say)
     bound_s = min(best.step_s, *(found.bound_s for found in searched))
-    layers, step_s = _most_robust(best, known, bound_s)
+    known_s = min(_shortest_s(case, known) for case in cases)
+    layers, step_s = _most_robust(best, known_s, bound_s)
     return Split(tuple(layers.tolist()), best.case.mtp_stage, float(bound_s), bool(step_s <= bound_s * (1 + NEAR)))
 
 
@@ -285,12 +286,16 @@ def _progress(best: _Found, bound_s: float) -> str:
     return f"step {best.step_s:.6g} s, no split below {bound_s:.6g} s (at most {100 * gap:.2f} % faster)"
 
 
-def _most_robust(best: _Found, known: np.ndarray, bound_s: float) -> tuple[np.ndarray, float]:
-    """Of the splits within NEAR of the shortest the one least hurt by a wrong head, and its step."""
+def _shortest_s(case: Case, splits: np.ndarray) -> float:
+    """The shortest step of those splits [count, stages] that are legal and fit."""
+    return judge_all(case.problem, splits[case.admits(splits)]).min(initial=np.inf)
+
+
+def _most_robust(best: _Found, known_s: float, bound_s: float) -> tuple[np.ndarray, float]:
+    """Of the splits within NEAR of the shortest the one least hurt by a wrong head, and its step, at most ``known_s``."""
     case, nominal = best.case, best.case.problem
     near_s = (1 + NEAR) * bound_s if best.step_s <= (1 + NEAR / 2) * bound_s else (1 + NEAR / 2) * best.step_s
-    limit_s = min([near_s, *judge_all(nominal, known[case.admits(known)])])
-    robust = case.robust(HEAD_SCALES, limit_s * (1 + 1e-12))
+    robust = case.robust(HEAD_SCALES, min(near_s, known_s) * (1 + 1e-12))
     if best.candidates is not None:
         layers = best.candidates[judge_all(robust, best.candidates).argmin()]
     else:
@@ -298,14 +303,15 @@ def _most_robust(best: _Found, known: np.ndarray, bound_s: float) -> tuple[np.nd
     return layers, float(judge_all(nominal, layers[None])[0])
 
 
-def _no_room(cases: Sequence[Case]) -> BalanceError:
-    """What is lacking where, with the lightest split."""
+def _no_room(cases: Sequence[Case], certain: bool) -> BalanceError:
+    """What is lacking where, with the lightest split; ``certain``: that none fits, and not only that none was found."""
     lightest = [(case, _lightest(case, starting_splits(case))) for case in cases]
     case, split = min(lightest, key=lambda each: peaks_of(each[0].problem, each[1]).max())
     peaks, limit = peaks_of(case.problem, split), case.problem.room.limit_bytes
     rank = int(peaks.argmax())
+    fits = "fits" if certain else "was found that fits"
     return BalanceError(
-        f"no split of {split.sum()} layers on {split.size} stages fits {limit / _GIB:.2f} GiB on every rank: with "
+        f"no split of {split.sum()} layers on {split.size} stages {fits} {limit / _GIB:.2f} GiB on every rank: with "
         f"{' '.join(map(str, split))}, the lightest found, pipeline rank {rank} needs {peaks[rank] / _GIB:.2f} GiB, "
         f"{(peaks[rank] - limit) / _GIB:.2f} GiB too much; what helps: more pipeline or tensor parallel ranks, "
         "--recompute-granularity, --use-distributed-optimizer, a smaller --micro-batch-size"
