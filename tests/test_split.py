@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 from megatron_balance.costs.chain import ChainCosts, ElementCost
 from megatron_balance.costs.memory import ChainMemory, ElementMemory
 from megatron_balance.errors import BalanceError
+from megatron_balance.kernels import find_paths
 from megatron_balance.pipeline import cuts, search
 from megatron_balance.pipeline.case import Case
 from megatron_balance.pipeline.chain import stage_costs, uniform_layers
@@ -292,6 +294,22 @@ def test_starts_keep_within_the_limits_of_the_layers(job: Job) -> None:
         if legal:
             starts = [tuple(start) for start in starting_splits(case).tolist()]
             assert starts and {*starts} <= {*legal}
+
+
+@settings(max_examples=80, deadline=None)
+@given(jobs(), st.integers(0, 2**32 - 1))
+def test_every_path_is_a_cut(job: Job, seed: int) -> None:
+    """The longest one is the step where it was found, and none is longer than the step anywhere else."""
+    case = Case(job.costs, Simulator(job.topology, job.p2p_s), job.topology.num_stages - 1, None, allow_empty=True)
+    stages = job.topology.num_stages
+    here, there = np.random.default_rng(seed).uniform(0.0, 2.0, (2, 2, stages))
+    paths = np.empty((stages, 2 * stages))
+    step, lengths = find_paths(case.problem, here.ravel(), paths)
+    assert step == case.simulator.step_s(*here)
+    assert lengths.max() == pytest.approx(step)
+    waits = lengths - paths @ here.ravel()
+    assert waits == pytest.approx(np.rint(waits / (job.p2p_s or 1.0)) * job.p2p_s, abs=1e-9)
+    assert (paths @ there.ravel() + waits).max() <= case.simulator.step_s(*there) * (1 + 1e-9)
 
 
 # --- the rest
