@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_balance.command_line import completed, read_command_line, topology_from_arguments
@@ -113,7 +113,8 @@ def read_job(
             "Megatron cannot build layers that each have a configuration of their own in several virtual stages a rank: leave"
             " out --num-virtual-stages-per-pipeline-rank and --num-layers-per-virtual-pipeline-stage"
         )
-    arguments = completed(arguments)
+    overlap_moe = bool(arguments.get("overlap_moe_expert_parallel_comm"))
+    topology, arguments = replace(topology, overlap_moe=overlap_moe), completed(arguments)
     return Job(arguments, line.ignored, ModelSpec.from_arguments(arguments), topology, pattern)
 
 
