@@ -189,8 +189,8 @@ def judge_all(problem, splits):
 
 
 @compiled
-def anneal(problem, start, threshold, evaluations):
-    """Move single layers between stages, from those on the critical path to those off it.
+def anneal(problem, start, threshold, evaluations, seed):
+    """Move layers between stages, from those on the critical path to those off it.
 
     Memory above the limit is punished, not forbidden, so that the way between two splits that fit may lead through some
     that do not.
@@ -200,46 +200,78 @@ def anneal(problem, start, threshold, evaluations):
         start: layers of each stage, int64 [stages].
         threshold: loss that is accepted at first, as a share of the best worth; 0 accepts only what is no worse.
         evaluations: splits to judge.
+        seed: of the proposals.
 
     Returns:
         The best split met that fits, and its worth: never worse than the start's; infinite where none fitted.
     """
     durations, free, end = _scratch(problem)
-    stages = start.size
-    pull = np.empty(stages)
-    layers, best = start.copy(), start.copy()
+    pull = np.empty(start.size)
+    layers, best, moved = start.copy(), start.copy(), start.copy()
     excess = _excess(problem, layers)
     worth = _judge(problem, layers, durations, free, end)
     best_worth = worth if excess == 0.0 else np.inf
     _pull_of_stages(problem, end, layers, excess, pull)
-    state = np.uint64(stages)
+    state = np.uint64(seed + start.size)
     judged = 1
     for _ in range(20 * evaluations):
         if judged >= evaluations:
             break
-        state, giver, taker = _propose(state, pull)
-        if giver == taker or layers[giver] <= problem.least[giver] or layers[taker] >= problem.most[taker]:
+        state, added = _move(problem, state, pull, layers, moved)
+        if added == np.inf:
             continue
         punished = worth * (1.0 + _PENALTY * excess)
         allowed = punished + threshold * min(best_worth, punished) * (1.0 - judged / evaluations)
-        layers[giver] -= 1
-        layers[taker] += 1
-        moved_excess = _excess(problem, layers)
+        moved_excess = _excess(problem, moved)
         # In a convex problem the present critical path tells how much the move costs at least.
-        floor = worth + pull[taker] - pull[giver] if problem.equal_layers and excess == 0.0 else 0.0
-        if floor * (1.0 + _PENALTY * moved_excess) <= allowed:
-            moved_worth = _judge(problem, layers, durations, free, end)
-            judged += 1
-            if moved_worth * (1.0 + _PENALTY * moved_excess) <= allowed:
-                worth, excess = moved_worth, moved_excess
-                _pull_of_stages(problem, end, layers, excess, pull)
-                if excess == 0.0 and worth < best_worth:
-                    best_worth = worth
-                    best = layers.copy()
-                continue
-        layers[giver] += 1
-        layers[taker] -= 1
+        floor = worth + added if problem.equal_layers and excess == 0.0 else 0.0
+        if floor * (1.0 + _PENALTY * moved_excess) > allowed:
+            continue
+        moved_worth = _judge(problem, moved, durations, free, end)
+        judged += 1
+        if moved_worth * (1.0 + _PENALTY * moved_excess) <= allowed:
+            worth, excess = moved_worth, moved_excess
+            layers[:] = moved
+            _pull_of_stages(problem, end, layers, excess, pull)
+            if excess == 0.0 and worth < best_worth:
+                best_worth = worth
+                best[:] = layers
     return best, best_worth
+
+
+@compiled
+def _move(problem, state, pull, layers, moved):
+    """Fill ``moved`` with a split near ``layers``.
+
+    One layer changes its stage. Interleaved, half of the moves stay on a rank or in a chunk row, and half of the former are
+    made on two to eight ranks in a row at once.
+
+    Returns:
+        The generator's next state, and the seconds that the move adds to the critical path; infinite if it is none.
+    """
+    state, giver, taker = _propose(state, pull)
+    ranks, width = problem.ranks, 1
+    if ranks < layers.size:
+        state, kind = _pick(state, 8)
+        if kind < 3:
+            taker += giver % ranks - taker % ranks
+            if kind < 2:
+                state, doublings = _pick(state, 4)
+                width = min(1 << doublings, ranks - giver % ranks)
+        elif kind == 3:
+            taker += (giver // ranks - taker // ranks) * ranks
+    if giver == taker:
+        return state, np.inf
+    moved[:] = layers
+    added, done = 0.0, False
+    for _ in range(width):
+        if moved[giver] > problem.least[giver] and moved[taker] < problem.most[taker]:
+            moved[giver] -= 1
+            moved[taker] += 1
+            added += pull[taker] - pull[giver]
+            done = True
+        giver, taker = giver + 1, taker + 1
+    return state, added if done else np.inf
 
 
 @compiled
@@ -440,74 +472,73 @@ class Floors(NamedTuple):
 
 
 @compiled
-def _stage_floor(problem, floors, stage, start, stop):
-    """Seconds that a step takes at least when ``stage`` holds layers ``start`` to ``stop`` - 1, its update included.
+def stage_floors(problem, floors, stage, cap_s):
+    """Seconds that a step takes at least when ``stage`` holds layers i to j - 1, its update included, [n + 1, n + 1].
 
-    Without interleaving: the longest of a family of paths through one stage of the 1F1B schedule. The first micro-batch
-    comes down to the stage, the last one goes back up from it, and in between the stage runs all its passes; or some of
-    its micro-batches make a round trip through the stages behind, during which ``later`` other forward and backward
+    Infinite where it may not hold them or where they take more than ``cap_s``.
+
+    Without interleaving a floor is the longest of a family of paths through one stage of the 1F1B schedule. The first
+    micro-batch comes down to the stage, the last one goes back up from it, and in between the stage runs all its passes; or
+    some of its micro-batches make a round trip through the stages behind, during which ``later`` other forward and backward
     passes (fewer at the step's ends) are skipped.
     """
-    if floors.interleaved:
-        return 0.0
-    before = problem.before
-    layers = before.shape[1] - 1
-    forward = before[0, stop] - before[0, start] + problem.ends[0, 0, stage]
-    backward = before[1, stop] - before[1, start] + problem.ends[0, 1, stage]
-    above = floors.above[stage] + before[0, start] + before[1, start]
-    behind = floors.behind[stage] + before[0, layers] - before[0, stop] + before[1, layers] - before[1, stop]
-    later = floors.later[stage]
-    update = problem.updates[stop] - problem.updates[start] + problem.end_updates[stage]
-    path = above + floors.microbatches * (forward + backward) + update
-    first_trip, last_trip = max(behind - later * forward, 0.0), max(behind - later * backward, 0.0)
-    if floors.microbatches == later + 1:
-        return path + max(first_trip, last_trip)
-    trips_between = (floors.microbatches - 1) // (later + 1) - 1
-    return path + first_trip + last_trip + trips_between * max(behind - later * (forward + backward), 0.0)
-
-
-@compiled
-def _stage_fits(problem, stage, start, stop, working):
-    """Whether a rank of a single stage has the memory for layers ``start`` to ``stop`` - 1."""
-    room = problem.room
-    if room.limit_bytes == np.inf or problem.ranks != problem.least.size:
-        return True
-    flight = room.flights[room.first_flight[stage], 0]
-    state = room.before[0, stop] - room.before[0, start] + room.ends[0, stage]
-    kept = flight * (room.before[1, stop] - room.before[1, start] + room.ends[1, stage])
-    return state + kept + max(working, room.end_working[stage]) <= room.limit_bytes * (1.0 + 1e-12)
-
-
-@compiled
-def stage_floors(problem, floors, stage):
-    """The floors of one stage, [n + 1, n + 1]; infinite where it may not hold these layers."""
-    places = problem.before.shape[1]
+    places, stages = problem.before.shape[1], problem.least.size
     seconds = np.full((places, places), np.inf)
-    last_stage = stage == problem.least.size - 1
+    least, most = problem.least[stage], problem.most[stage]
+    # Out of the loop: reading them there would take most of its time.
+    forwards, backwards, updates = problem.before[0], problem.before[1], problem.updates
+    own_forward, own_backward = problem.ends[0, 0, stage], problem.ends[0, 1, stage]
+    own_update = problem.end_updates[stage]
+    above, behind, later = floors.above[stage], floors.behind[stage], floors.later[stage]
+    microbatches, interleaved = floors.microbatches, floors.interleaved
+    trips_between = (microbatches - 1) // (later + 1) - 1
+    room = problem.room
+    limited = room.limit_bytes < np.inf and problem.ranks == stages
+    limit_bytes = room.limit_bytes * (1.0 + 1e-12)
+    states, activations, working_bytes = room.before[0], room.before[1], room.working
+    own_state, own_activations, own_working = room.ends[0, stage], room.ends[1, stage], room.end_working[stage]
+    flight = room.flights[room.first_flight[stage], 0] if limited else 0.0
     for start in range(1 if stage == 0 else places):
-        working = 0.0
-        for stop in range(start, min(places, start + problem.most[stage] + 1)):
+        working = own_working
+        for stop in range(start, min(places, start + most + 1)):
             if stop > start:
-                working = max(working, problem.room.working[stop - 1])
-            if stop - start < problem.least[stage] or (last_stage and stop < places - 1):
-                continue
-            if _stage_fits(problem, stage, start, stop, working):
-                seconds[start, stop] = _stage_floor(problem, floors, stage, start, stop)
+                working = max(working, working_bytes[stop - 1])
+            if limited:
+                kept = flight * (activations[stop] - activations[start] + own_activations)
+                if states[stop] - states[start] + own_state + kept + working > limit_bytes:
+                    break
+            floor = 0.0
+            if not interleaved:
+                forward = forwards[stop] - forwards[start] + own_forward
+                backward = backwards[stop] - backwards[start] + own_backward
+                path = above + forwards[start] + backwards[start] + microbatches * (forward + backward)
+                path += updates[stop] - updates[start] + own_update
+                if path > cap_s:
+                    break
+                back = behind + forwards[places - 1] - forwards[stop] + backwards[places - 1] - backwards[stop]
+                first_trip, last_trip = max(back - later * forward, 0.0), max(back - later * backward, 0.0)
+                if microbatches == later + 1:
+                    floor = path + max(first_trip, last_trip)
+                else:
+                    between = trips_between * max(back - later * (forward + backward), 0.0)
+                    floor = path + first_trip + last_trip + between
+            if floor <= cap_s and stop - start >= least and (stage < stages - 1 or stop == places - 1):
+                seconds[start, stop] = floor
     return seconds
 
 
 @compiled
-def smallest_floor(problem, floors):
+def smallest_floor(problem, floors, cap_s):
     """The smallest that the largest floor of a split's stages can be, and the layers of each stage that reach it.
 
-    The former is infinite where no split keeps within the limits; the latter is then of no use.
+    The former is infinite where no split keeps within the limits and ``cap_s``; the latter is then of no use.
     """
     stages, places = problem.least.size, problem.before.shape[1]
     rest = np.full(places, np.inf)
     rest[-1] = -np.inf
     choices = np.empty((stages, places), dtype=np.int64)
     for stage in range(stages - 1, -1, -1):
-        seconds = stage_floors(problem, floors, stage)
+        seconds = stage_floors(problem, floors, stage, cap_s)
         reached = np.full(places, np.inf)
         for start in range(places):
             for stop in range(start, places):
@@ -532,10 +563,10 @@ def count_completions(problem, floors, cap_s):
     completions = np.zeros((stages + 1, places))
     completions[stages, places - 1] = 1.0
     for stage in range(stages - 1, -1, -1):
-        seconds = stage_floors(problem, floors, stage)
+        seconds = stage_floors(problem, floors, stage, cap_s)
         for start in range(places):
             for stop in range(start, places):
-                if seconds[start, stop] <= cap_s:
+                if seconds[start, stop] < np.inf:
                     completions[stage, start] += completions[stage + 1, stop]
     return completions
 
@@ -546,7 +577,7 @@ def enumerate_splits(problem, floors, cap_s, completions):
     stages, places = problem.least.size, problem.before.shape[1]
     allowed = np.empty((stages, places, places), dtype=np.bool_)
     for stage in range(stages):
-        allowed[stage] = stage_floors(problem, floors, stage) <= cap_s
+        allowed[stage] = stage_floors(problem, floors, stage, cap_s) < np.inf
     splits = np.empty((int(completions[0, 0]), stages), dtype=np.int64)
     stops = np.zeros(stages + 1, dtype=np.int64)  # stops[s + 1]: the layer behind stage s that is tried next
     found, stage = 0, 0

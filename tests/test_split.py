@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -16,7 +17,8 @@ from hypothesis import strategies as st
 from megatron_balance.costs.chain import ChainCosts, ElementCost
 from megatron_balance.costs.memory import ChainMemory, ElementMemory
 from megatron_balance.errors import BalanceError
-from megatron_balance.pipeline import search
+from megatron_balance.kernels import find_paths
+from megatron_balance.pipeline import cuts, search
 from megatron_balance.pipeline.case import Case
 from megatron_balance.pipeline.chain import stage_costs, uniform_layers
 from megatron_balance.pipeline.memory import MemoryLimit, rank_peaks
@@ -81,16 +83,68 @@ def test_reaches_the_best_known_step(costs: ChainCosts, topology: Topology, targ
     step = step_s(costs, simulator, split.layers)
     assert step / even_s(costs, topology) <= target + 0.002
     assert split.bound_s <= step
-    if topology.virtual_size == 1:
-        assert step <= split.bound_s * (1 + NEAR), "without interleaving these are proven"
+    assert split.proven == (step <= split.bound_s * (1 + NEAR))
+    assert split.proven or topology.virtual_size > 1, "without interleaving these are proven"
+
+
+@pytest.fixture(autouse=True)
+def _short_tree_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A few cuts are enough to see that they hold."""
+    monkeypatch.setattr(cuts, "_TREES", 2)
+
+
+def test_empty_stages_help_a_heavy_head() -> None:
+    costs, topology = LLAMA_31_405B, Topology(16, 256, 8)
+    costs = replace(costs, head=costs.from_layers(2.51, 2.51))
+    simulator, told = Simulator(topology), []
+    split = find_split(costs, simulator, allow_empty=True, say=told.append)
+    assert step_s(costs, simulator, split.layers) / even_s(costs, topology) <= 1.145 + 0.002
+    assert told and all("faster" in text for text in told)
+
+
+def deepseek_v3() -> ChainCosts:
+    """3 dense layers, 58 of experts, one depth of prediction; FLOPs of a token as picoseconds."""
+    hidden, core = 7168, 4096 * 128 * (128 + 64 + 128)
+    attention = hidden * (1536 + 512 + 64) + 1536 * 128 * 192 + 512 * 128 * 256 + 128 * 128 * hidden
+    experts = 9 * 3 * hidden * 2048 + 256 * hidden
+
+    def cost(weights: int, flops: float = 0.0) -> ElementCost:
+        return ElementCost(1e-12 * (2 * weights + flops), 1e-12 * (4 * weights + 2.5 * flops))
+
+    return ChainCosts(
+        ElementCost(0.0, 0.0),
+        (cost(attention + 3 * hidden * 18432, core),) * 3 + (cost(attention + experts, core),) * 58,
+        cost(hidden * 129280) * 2,
+        "FLOPs",
+        cost(attention + experts + 2 * hidden**2, core),
+    )
+
+
+def test_prediction_may_leave_the_head() -> None:
+    costs, topology = deepseek_v3(), Topology(16, 16)
+    simulator = Simulator(topology)
+    split = find_split(costs, simulator, mtp_stages=(14, 15))
+    stages = stage_costs(costs, split.layers, split.mtp_stage)
+    step = simulator.step_s([stage.forward_s for stage in stages], [stage.backward_s for stage in stages])
+    assert step / even_s(costs, topology) <= 0.9925 + 0.002
+    assert split.proven
+
+
+def in_flight_layers(num_layers: int) -> ChainMemory:
+    """A byte for each layer of a micro-batch in flight."""
+    nothing = ElementMemory()
+    return ChainMemory(nothing, (ElementMemory(activation_bytes=1.0),) * num_layers, nothing, nothing)
 
 
 def test_measured_head_gives_the_gain_of_the_published_job() -> None:
     """36 layers on 4 ranks: a head of 9.7 layers forward and 3.8 backward, where FLOPs would say 2."""
     layer, head = ElementCost(7.48e-3, 15.94e-3), ElementCost(72.4e-3, 60.0e-3)
     costs, simulator = ChainCosts(ElementCost(0.0, 0.0), (layer,) * 36, head, "trace"), Simulator(Topology(4, 4))
-    gain = step_s(costs, simulator, (9, 9, 9, 9)) / step_s(costs, simulator, find_split(costs, simulator).layers)
-    assert gain >= 1.214
+    even = step_s(costs, simulator, (9, 9, 9, 9))
+    assert even / step_s(costs, simulator, find_split(costs, simulator).layers) >= 1.215 - 0.002
+    limited = find_split(costs, simulator, memory=MemoryLimit(in_flight_layers(36), 36.0))
+    assert even / step_s(costs, simulator, limited.layers) >= 1.152 - 0.002
+    assert limited.proven
 
 
 # --- properties, on small cases
@@ -215,7 +269,7 @@ def check_against_all_splits(job: Job) -> None:
         assert step <= job.step_s(simulator, uniform, job.topology.num_stages - 1) * (1 + 1e-9)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(jobs())
 def test_is_the_best_of_all_splits(job: Job) -> None:
     check_against_all_splits(job)
@@ -240,6 +294,22 @@ def test_starts_keep_within_the_limits_of_the_layers(job: Job) -> None:
         if legal:
             starts = [tuple(start) for start in starting_splits(case).tolist()]
             assert starts and {*starts} <= {*legal}
+
+
+@settings(max_examples=80, deadline=None)
+@given(jobs(), st.integers(0, 2**32 - 1))
+def test_every_path_is_a_cut(job: Job, seed: int) -> None:
+    """The longest one is the step where it was found, and none is longer than the step anywhere else."""
+    case = Case(job.costs, Simulator(job.topology, job.p2p_s), job.topology.num_stages - 1, None, allow_empty=True)
+    stages = job.topology.num_stages
+    here, there = np.random.default_rng(seed).uniform(0.0, 2.0, (2, 2, stages))
+    paths = np.empty((stages, 2 * stages))
+    step, lengths = find_paths(case.problem, here.ravel(), paths)
+    assert step == case.simulator.step_s(*here)
+    assert lengths.max() == pytest.approx(step)
+    waits = lengths - paths @ here.ravel()
+    assert waits == pytest.approx(np.rint(waits / (job.p2p_s or 1.0)) * job.p2p_s, abs=1e-9)
+    assert (paths @ there.ravel() + waits).max() <= case.simulator.step_s(*there) * (1 + 1e-9)
 
 
 # --- the rest
@@ -268,13 +338,40 @@ def test_more_stages_than_elements_is_an_error_with_the_arithmetic() -> None:
         find_split(costs, Simulator(Topology(16, 16)))
 
 
+def test_memory_that_no_split_fits_says_where_it_lacks() -> None:
+    """The head alone is more than there is."""
+    costs = ChainCosts(ElementCost(0, 0), (ElementCost(1, 2),) * 36, ElementCost(1, 2), "one")
+    memory = replace(in_flight_layers(36), head=ElementMemory(state_bytes=30 * 2**30))
+    with pytest.raises(
+        BalanceError, match=r"36 layers on 4 stages.*rank 3 needs 30.00 GiB, 10.00 GiB too much.*micro-batch"
+    ):
+        find_split(costs, Simulator(Topology(4, 8)), memory=MemoryLimit(memory, 20 * 2**30))
+    with pytest.raises(BalanceError, match=r"rank 3 needs 30.00 GiB, 10.00 GiB too much"):
+        find_split(costs, Simulator(Topology(4, 8, 3)), memory=MemoryLimit(memory, 20 * 2**30))
+    with pytest.raises(BalanceError, match=r"leaves no room"):
+        find_split(costs, Simulator(Topology(4, 8)), memory=MemoryLimit(memory, 0.0))
+
+
+def test_a_start_of_other_sizes_is_refused() -> None:
+    costs = ChainCosts(ElementCost(0, 0), (ElementCost(1, 2),) * 6, ElementCost(1, 2), "one")
+    with pytest.raises(BalanceError, match=r"5 layers in 2 stages: 6 in 2 are needed"):
+        find_split(costs, Simulator(Topology(2, 8)), starts=[(3, 2)])
+
+
+@pytest.mark.parametrize("place", [0, 7, -1, 12])
+def test_prediction_outside_the_last_chunk_row_is_refused(place: int) -> None:
+    costs = replace(LLAMA_3_8B, mtp=ElementCost(1, 2))
+    with pytest.raises(BalanceError, match=r"stages 8 to 11"):
+        find_split(costs, Simulator(Topology(4, 8, 3)), mtp_stages=(place,))
+
+
 def test_layers_just_enough_for_the_stages() -> None:
     costs = ChainCosts(ElementCost(0, 0), (ElementCost(1, 2),) * 6, ElementCost(1, 2), "one")
     assert find_split(costs, Simulator(Topology(8, 8))).layers == (0, 1, 1, 1, 1, 1, 1, 0)
 
 
 def test_every_process_comes_to_the_same_split() -> None:
-    code = "from tests.test_split import *; print(find_split(LLAMA_3_70B, Simulator(Topology(8, 64, 5), 1e-5)))"
+    code = "from tests.test_split import *; print(find_split(LLAMA_3_8B, Simulator(Topology(4, 16, 2), 1e-5)))"
     here = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     runs = {
         subprocess.run(
@@ -287,4 +384,4 @@ def test_every_process_comes_to_the_same_split() -> None:
         ).stdout
         for seed in ("1", "2")
     }
-    assert runs == {f"{find_split(LLAMA_3_70B, Simulator(Topology(8, 64, 5), 1e-5))}\n"}
+    assert len(runs) == 1 and "layers=(4, 4, 4, 4, 5, 5, 4, 2)" in runs.pop()

@@ -12,13 +12,19 @@ import numpy as np
 from megatron_balance.kernels import count_completions, enumerate_splits, smallest_floor
 from megatron_balance.pipeline.case import Case
 
+_ROUNDING = 1e-9
 
-def floor_bound(case: Case) -> tuple[float, np.ndarray]:
+
+def floor_bound(case: Case, step_s: float = np.inf) -> tuple[float, np.ndarray]:
     """Seconds that every split's step takes at least, and the splits [count, stages] that this suggests.
 
     Infinite where no split keeps within the limits, as far as this can tell: exactly without interleaving.
+
+    Args:
+        case: whose splits are meant.
+        step_s: the step of some split that keeps within the limits; knowing it saves time.
     """
-    bound_s, layers = smallest_floor(case.problem, case.floors)
+    bound_s, layers = smallest_floor(case.problem, case.floors, step_s * (1 + _ROUNDING))
     if not case.floors.interleaved:
         return bound_s, layers[None]
     nothing = np.empty((0, case.topology.num_stages), dtype=np.int64)

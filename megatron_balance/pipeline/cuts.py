@@ -21,9 +21,9 @@ _MOST_BLOCKS = 4  # in model order; with more of them their order is left out of
 _MOST_KINDS = 12
 _PATHS_A_LOOK = 12
 _NEAR_CRITICAL = 0.02  # share of the step that a path may lack to become a cut
-_TREES = 60
-_FIRST_NODES, _MOST_NODES = 100, 5000  # of a tree; doubled whenever a tree proves less than is known
-_WORK = 3e9  # of all trees together: nodes times rows times variables, in which a tree's root counts as _ROOT_NODES
+_TREES, _IDLE_TREES, _RISE = 24, 4, 2e-5  # the search ends when so many trees did not raise the bound by that share
+_FIRST_NODES, _MOST_NODES = 100, 2000  # of a tree; doubled whenever a tree proves less than is known
+_WORK = 4e8  # of all trees together: nodes times rows times variables, in which a tree's root counts as _ROOT_NODES
 _ROOT_NODES = 50
 _CLOSED = 1e-6  # share of a step by which a better split has to be better
 _CLOSE_ENOUGH = 2e-4
@@ -311,15 +311,16 @@ def cut_bound(case: Case, bound_s: float, best_s: float, best: np.ndarray) -> It
     program.add_rank_counts(best_s)
     program.look(best)
     program.add_memory(best)
-    nodes, work = _FIRST_NODES, 0.0
+    nodes, work, idle = _FIRST_NODES, 0.0, 0
     for _ in range(_TREES):
         tree = program.solve(best, nodes, bound_s, best_s * (1 - _CLOSED))
         work += tree.work
+        idle = 0 if tree.bound_s > bound_s * (1 + _RISE) else idle + 1
         if tree.bound_s <= bound_s:
             nodes = min(2 * nodes, _MOST_NODES)
         bound_s = max(bound_s, min(tree.bound_s, best_s * (1 - _CLOSED)))
         yield bound_s, tree.split
-        if bound_s >= best_s * (1 - _CLOSE_ENOUGH) or work > _WORK:
+        if bound_s >= best_s * (1 - _CLOSE_ENOUGH) or idle == _IDLE_TREES or work > _WORK:
             return
         if tree.split is not None:
             step_s = program.look(tree.split)

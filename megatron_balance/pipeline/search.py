@@ -1,6 +1,7 @@
 """Choosing the split: the one whose simulated step is shortest, and among near-equal ones the most robust.
 
-Deterministic: no clock, no shared random state, ties broken by the numbers.
+Deterministic: no clock, no shared random state, ties broken by the numbers. Where whole layers are bounded by a tree search
+(``cuts.py``), a better split that this meets may depend on the version of scipy.
 """
 
 from __future__ import annotations
@@ -27,9 +28,12 @@ from megatron_balance.schedule.simulate import Simulator
 NEAR = 1e-3
 HEAD_SCALES = (1.0, 0.8, 1.2)
 
-_THRESHOLDS = (0.0, 0.003, 0.01, 0.03, 0.1)
+_HOT = (0.1, 0.03, 0.01, 0.003, 0.0)  # thresholds of annealing, in rounds that coarsen long steps
+_COOL = (0.002, 0.001, 0.0005)  # then in rounds of the whole step
+_ROBUST = (0.003, 0.0)
 _ROUND_EVALUATIONS = 10_000
-_ROUND_OPERATIONS = 50_000_000  # about 0.2 s
+_ROUND_OPERATIONS = 300_000_000  # about 0.7 s
+_COARSE_ROUND = 50_000_000
 _MOST_OPEN_SPLITS = 20_000
 _COARSE_OPERATIONS = 20_000  # of a step; longer steps are first searched with fewer micro-batches
 _MOST_CASES = 2  # places of multi-token prediction that are searched in full
@@ -61,16 +65,16 @@ class _Found:
 
     Attributes:
         case: what is searched.
+        starts: splits to begin from, [count, stages]; they need not fit.
         bound_s: seconds that a step takes at least; infinite where no split fits.
-        suggested: splits [count, stages] that the bound suggests.
         layers: the best split so far, int64 [stages]; None before there is one that fits.
         step_s: its step.
         candidates: all splits [count, stages] that may be near the best; None where they are too many to simulate.
     """
 
     case: Case
-    bound_s: float
-    suggested: np.ndarray
+    starts: np.ndarray
+    bound_s: float = 0.0
     layers: np.ndarray | None = None
     step_s: float = np.inf
     candidates: np.ndarray | None = None
@@ -116,17 +120,20 @@ def find_split(
     """
     cases = list(_cases(costs, simulator, memory, allow_empty, mtp_stages))
     known = _known_splits(cases[0], starts)
-    searched = [_Found(case, *floor_bound(case)) for case in cases]
+    searched = [_begun(case, known) for case in cases]
     for found in sorted(searched, key=lambda found: found.bound_s):
-        if not np.isinf(found.bound_s):
-            _search(found, known, min(other.step_s for other in searched))
+        if np.isfinite(found.bound_s) and found.bound_s <= min(other.step_s for other in searched):
+            _search(found)
+    for found in sorted(searched, key=lambda found: found.step_s)[:_MOST_CASES]:
+        _refine(found)
     best = min(searched, key=lambda found: found.step_s)
     if best.layers is None:
-        raise _no_room(cases)
+        raise _no_room(cases, certain=all(np.isinf(found.bound_s) for found in searched))
     say(_progress(best, min(found.bound_s for found in searched)))
     best = _raise_bounds(searched, best, say)
     bound_s = min(best.step_s, *(found.bound_s for found in searched))
-    layers, step_s = _most_robust(best, known, bound_s)
+    known_s = min(_shortest_s(case, known) for case in cases)
+    layers, step_s = _most_robust(best, known_s, bound_s)
     return Split(tuple(layers.tolist()), best.case.mtp_stage, float(bound_s), bool(step_s <= bound_s * (1 + NEAR)))
 
 
@@ -171,35 +178,40 @@ def _known_splits(case: Case, starts: Sequence[Sequence[int]]) -> np.ndarray:
     return np.array(splits, dtype=np.int64).reshape(-1, stages)
 
 
-def _search(found: _Found, known: np.ndarray, best_s: float) -> None:
-    """Fill in the best split that can be found in a case; less thoroughly where it cannot be the best of all."""
+def _begun(case: Case, known: np.ndarray) -> _Found:
+    """The best of the starts, and the bound that floors give."""
+    found = _Found(case, starts=np.vstack([starting_splits(case), known[case.admits(known)]]))
+    found.take(found.starts)
+    found.bound_s, suggested = floor_bound(case, found.step_s)
+    if np.isfinite(found.bound_s):
+        found.starts = np.vstack([found.starts, suggested])
+        found.take(suggested)
+    return found
+
+
+def _search(found: _Found) -> None:
+    """Try all splits of a case where they are few, and find a good one by annealing where they are many."""
     case = found.case
-    if found.bound_s >= best_s:
-        return
     if case.floors.interleaved:
         found.candidates = open_splits(case, np.finfo(float).max, _most_open(case))
-    if found.candidates is None:
-        _anneal_from_starts(found, known)
-        if not case.floors.interleaved and found.layers is not None:
-            found.candidates = open_splits(case, (1 + NEAR) * found.step_s, _most_open(case))
+    if found.candidates is None and not found.is_closed:
+        _anneal_coarsely(found)
+    if found.candidates is None and not case.floors.interleaved and found.layers is not None:
+        found.candidates = open_splits(case, (1 + NEAR) * found.step_s, _most_open(case))
     if found.candidates is not None:
         found.take(found.candidates)
         found.bound_s = found.step_s
 
 
 def _most_open(case: Case) -> int:
-    return min(_MOST_OPEN_SPLITS, 2 * _ROUND_OPERATIONS // case.problem.program.cost.size)
+    return min(_MOST_OPEN_SPLITS, 2 * _COARSE_ROUND // case.problem.program.cost.size)
 
 
-def _anneal_from_starts(found: _Found, known: np.ndarray) -> None:
-    case = found.case
-    splits = np.vstack([starting_splits(case), known[case.admits(known)], found.suggested])
-    found.take(splits)
-    if found.is_closed:
-        return
-    start = found.layers
+def _anneal_coarsely(found: _Found) -> None:
+    """Annealing from the best start, or one that fits the memory as far as can be told."""
+    case, start = found.case, found.layers
     if start is None:
-        start = _lightest(case, splits)
+        start = _lightest(case, found.starts)
         if not case.fits(start):
             fits, fitting = fitting_split(case, start)
             if not fits:
@@ -208,11 +220,19 @@ def _anneal_from_starts(found: _Found, known: np.ndarray) -> None:
             start = start if fitting is None else fitting
     coarse = _coarse(case)
     if coarse is not case:
-        steps = judge_all(coarse.problem, np.vstack([splits, start[None]]))
+        splits = np.vstack([found.starts, start[None]])
+        steps = judge_all(coarse.problem, splits)
         if np.isfinite(steps.min()):
-            start = np.vstack([splits, start[None]])[steps.argmin()]
-        found.take(_annealed(coarse.problem, start, _THRESHOLDS)[None])
-    found.take(_annealed(case.problem, start if found.layers is None else found.layers, _THRESHOLDS)[None])
+            start = splits[steps.argmin()]
+    found.take(np.stack([start, _annealed(coarse.problem, start, _HOT, _COARSE_ROUND, seed=0)]))
+
+
+def _refine(found: _Found) -> None:
+    """Annealing of the whole step, from the best split and from a start that is farther off."""
+    if found.candidates is not None or found.layers is None or found.is_closed:
+        return
+    for stream, start in enumerate((found.layers, found.starts[judge_all(found.case.problem, found.starts).argmin()])):
+        found.take(_annealed(found.case.problem, start, _COOL, _ROUND_OPERATIONS, seed=10 * (stream + 1))[None])
 
 
 def _lightest(case: Case, splits: np.ndarray) -> np.ndarray:
@@ -233,12 +253,13 @@ def _coarse(case: Case) -> Case:
     return replace(case, simulator=Simulator(topology, case.simulator.p2p_s))
 
 
-def _annealed(problem: Problem, layers: np.ndarray, thresholds: Sequence[float]) -> np.ndarray:
-    """The best split that rounds of annealing find, each of bounded work and from where the one before ended."""
-    operations = problem.program.cost.size * problem.weights.size
-    evaluations = max(min(_ROUND_EVALUATIONS, _ROUND_OPERATIONS // operations), 1)
-    for threshold in thresholds:
-        layers, _ = anneal(problem, layers, threshold, evaluations)
+def _annealed(
+    problem: Problem, layers: np.ndarray, thresholds: Sequence[float], operations: int, seed: int
+) -> np.ndarray:
+    """The best split that rounds of annealing find, each of about so many operations, from where the one before ended."""
+    evaluations = max(min(_ROUND_EVALUATIONS, operations // (problem.program.cost.size * problem.weights.size)), 1)
+    for turn, threshold in enumerate(thresholds):
+        layers, _ = anneal(problem, layers, threshold, evaluations, seed + turn)
     return layers
 
 
@@ -265,27 +286,32 @@ def _progress(best: _Found, bound_s: float) -> str:
     return f"step {best.step_s:.6g} s, no split below {bound_s:.6g} s (at most {100 * gap:.2f} % faster)"
 
 
-def _most_robust(best: _Found, known: np.ndarray, bound_s: float) -> tuple[np.ndarray, float]:
-    """Of the splits within NEAR of the shortest the one least hurt by a wrong head, and its step."""
+def _shortest_s(case: Case, splits: np.ndarray) -> float:
+    """The shortest step of those splits [count, stages] that are legal and fit."""
+    return judge_all(case.problem, splits[case.admits(splits)]).min(initial=np.inf)
+
+
+def _most_robust(best: _Found, known_s: float, bound_s: float) -> tuple[np.ndarray, float]:
+    """Of the splits within NEAR of the shortest the one least hurt by a wrong head, and its step, at most ``known_s``."""
     case, nominal = best.case, best.case.problem
     near_s = (1 + NEAR) * bound_s if best.step_s <= (1 + NEAR / 2) * bound_s else (1 + NEAR / 2) * best.step_s
-    limit_s = min([near_s, *judge_all(nominal, known[case.admits(known)])])
-    robust = case.robust(HEAD_SCALES, limit_s * (1 + 1e-12))
+    robust = case.robust(HEAD_SCALES, min(near_s, known_s) * (1 + 1e-12))
     if best.candidates is not None:
         layers = best.candidates[judge_all(robust, best.candidates).argmin()]
     else:
-        layers = _annealed(robust, best.layers, _THRESHOLDS[1::-1])
+        layers = _annealed(robust, best.layers, _ROBUST, _COARSE_ROUND, seed=0)
     return layers, float(judge_all(nominal, layers[None])[0])
 
 
-def _no_room(cases: Sequence[Case]) -> BalanceError:
-    """What is lacking where, with the lightest split."""
+def _no_room(cases: Sequence[Case], certain: bool) -> BalanceError:
+    """What is lacking where, with the lightest split; ``certain``: that none fits, and not only that none was found."""
     lightest = [(case, _lightest(case, starting_splits(case))) for case in cases]
     case, split = min(lightest, key=lambda each: peaks_of(each[0].problem, each[1]).max())
     peaks, limit = peaks_of(case.problem, split), case.problem.room.limit_bytes
     rank = int(peaks.argmax())
+    fits = "fits" if certain else "was found that fits"
     return BalanceError(
-        f"no split of {split.sum()} layers on {split.size} stages fits {limit / _GIB:.2f} GiB on every rank: with "
+        f"no split of {split.sum()} layers on {split.size} stages {fits} {limit / _GIB:.2f} GiB on every rank: with "
         f"{' '.join(map(str, split))}, the lightest found, pipeline rank {rank} needs {peaks[rank] / _GIB:.2f} GiB, "
         f"{(peaks[rank] - limit) / _GIB:.2f} GiB too much; what helps: more pipeline or tensor parallel ranks, "
         "--recompute-granularity, --use-distributed-optimizer, a smaller --micro-batch-size"
