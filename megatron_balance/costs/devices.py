@@ -142,11 +142,36 @@ _BY_WORD = {
 
 
 def device_chosen(name: str) -> Device:
-    """The device that a user calls ``name``: a chip of the table, ``generic`` or ``cpu``.
+    """The device that a user calls ``name``: a chip of the table, ``generic`` or ``cpu``, perhaps with speeds of its own.
+
+    ``H100,tflops=700,tbps=3`` is an H100 whose large matrix products reach 700 TFLOP/s in bf16, those of other dtypes in
+    proportion, and whose memory moves 3 TB/s.
 
     Raises:
-        BalanceError: there is no such device; the message lists those that there are.
+        BalanceError: there is no such device, the message lists those that there are; or a speed is none.
     """
+    chip, *speeds = name.split(",")
+    device = _of_table(chip)
+    for speed in speeds:
+        device = _with_speed(device, *speed.partition("=")[::2])
+    return device
+
+
+def _with_speed(device: Device, unit: str, value: str) -> Device:
+    try:
+        speed = float(value)
+    except ValueError:
+        speed = 0.0
+    if unit not in ("tflops", "tbps") or not 0 < speed < 1e6:
+        raise BalanceError(f"{unit}={value} is no speed of a device: write tflops=NUMBER or tbps=NUMBER, above 0")
+    if unit == "tbps":
+        return replace(device, name=f"{device.name}, {value} TB/s", bytes_per_s=speed * 1e12)
+    factor = speed * 1e12 / device.matmul_flops_per_s["bf16"]
+    rates = {dtype: rate * factor for dtype, rate in device.matmul_flops_per_s.items()}
+    return replace(device, name=f"{device.name}, {value} TFLOP/s", matmul_flops_per_s=rates)
+
+
+def _of_table(name: str) -> Device:
     if name.upper() == "GENERIC":
         return _GENERIC_GPU
     if name.upper() not in _BY_WORD:
