@@ -23,14 +23,9 @@ if str(ROOT) not in sys.path:  # run from a checkout that is not installed
 from split_cases import RULES, TOLERANCE, Case, PeerRow, cases, even_s, peer_rows, step_s  # noqa: E402
 
 from megatron_balance.errors import BalanceError  # noqa: E402
-from megatron_balance.pipeline.memory import MemoryLimit  # noqa: E402
+from megatron_balance.pipeline.memory import MemoryLimit, rank_peaks  # noqa: E402
 from megatron_balance.pipeline.search import Split, find_split  # noqa: E402
 from megatron_balance.schedule.simulate import Simulator  # noqa: E402
-
-try:
-    from megatron_balance.pipeline.memory import rank_peaks
-except ImportError:
-    rank_peaks = None
 
 HEADINGS = ("case", "reference", "its figure", "best known", "ours", "bound", "proven", "seconds", "")
 
@@ -113,8 +108,6 @@ def _run(case: Case, show_layers: bool) -> Result:
             return Result(case, None, reference_s, None, 0.0, remark)
     limit = None
     if case.memory is not None:
-        if rank_peaks is None:
-            return Result(case, None, reference_s, None, 0.0, "needs memory")
         limit = MemoryLimit(case.memory, float(_peaks(case, reference_start, mtp_stage).max()))
     started = time.perf_counter()
     try:
