@@ -349,8 +349,10 @@ def _split(argv: Sequence[str], names: frozenset[str]) -> tuple[Sequence[str], S
     """The launcher with its script, and what follows it.
 
     The launcher ends with the first ``.py`` before any of the job's flags; without one with the last ``-m MODULE``, or
-    where the flags begin.
+    where the flags begin. A command line that begins with a flag has no launcher.
     """
+    if argv and argv[0].startswith("--"):
+        return argv[:0], argv
     first = next((index for index, word in enumerate(argv) if _name(word) in names), len(argv))
     scripts = [index + 1 for index in range(first) if argv[index].endswith(".py") and not _is_flag(argv[index])]
     modules = [index + 2 for index in range(first) if argv[index] == "-m"]
