@@ -341,13 +341,13 @@ def test_more_stages_than_elements_is_an_error_with_the_arithmetic() -> None:
 def test_memory_that_no_split_fits_says_where_it_lacks() -> None:
     """The head alone is more than there is."""
     costs = ChainCosts(ElementCost(0, 0), (ElementCost(1, 2),) * 36, ElementCost(1, 2), "one")
-    memory = replace(in_flight_layers(36), head=ElementMemory(state_bytes=30 * 2**30))
+    memory = replace(in_flight_layers(36), head=ElementMemory(state_bytes=30e9))
     with pytest.raises(
-        BalanceError, match=r"36 layers on 4 stages.*rank 3 needs 30.00 GiB, 10.00 GiB too much.*micro-batch"
+        BalanceError, match=r"36 layers on 4 stages.*rank 3 needs 30.00 GB, 10.00 GB too much.*micro-batch"
     ):
-        find_split(costs, Simulator(Topology(4, 8)), memory=MemoryLimit(memory, 20 * 2**30))
-    with pytest.raises(BalanceError, match=r"rank 3 needs 30.00 GiB, 10.00 GiB too much"):
-        find_split(costs, Simulator(Topology(4, 8, 3)), memory=MemoryLimit(memory, 20 * 2**30))
+        find_split(costs, Simulator(Topology(4, 8)), memory=MemoryLimit(memory, 20e9))
+    with pytest.raises(BalanceError, match=r"rank 3 needs 30.00 GB, 10.00 GB too much"):
+        find_split(costs, Simulator(Topology(4, 8, 3)), memory=MemoryLimit(memory, 20e9))
     with pytest.raises(BalanceError, match=r"leaves no room"):
         find_split(costs, Simulator(Topology(4, 8)), memory=MemoryLimit(memory, 0.0))
 
