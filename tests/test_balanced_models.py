@@ -96,7 +96,7 @@ def test_megatron_accepts_the_plan_of_deepseek_v3(tmp_path, placement):
         ("2", "3", r"Et+\|t+mL"),
         ("4", "1", r"Et+\|t+\|t+\|t*mL"),
         ("4", "7", r"Et+\|t+\|t*m\|L"),
-        (f"2 {VIRTUAL}", "12", r"Et+\|\|t+\|mL"),
+        (f"2 {VIRTUAL}", "12", r"Et+\|\|t*\|mL"),
     ],
     ids=["PP2", "PP4", "PP4-apart", "PP2-empty"],
 )
