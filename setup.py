@@ -31,11 +31,13 @@ setup(
         "psutil>=5.9",  # megatron-core imports it when it saves torch_dist checkpoints, without declaring it
         "pyyaml>=6.0",  # likewise megatron.training 0.18
         "rich>=13.0",
+        "scipy>=1.11",  # HiGHS: the bound of a split
         "torch>=2.4",
     ],
     extras_require={
         "te": ["transformer-engine[pytorch]>=2.1"],
         "flash": ["flash-attn>=2.6"],
+        "timeline": ["matplotlib>=3.8"],
         "quickstart": ["matplotlib>=3.8", "tokenizers>=0.19"],
         "test": ["hypothesis>=6.100", "pytest>=8.0", "ruff>=0.6"],
     },

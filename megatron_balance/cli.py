@@ -7,13 +7,15 @@ import sys
 
 from megatron_balance import __version__
 from megatron_balance.errors import BalanceError
+from megatron_balance.planning.command import add_arguments as add_plan_arguments
+from megatron_balance.planning.command import plan as plan_command
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command; returns the exit status (2 for a user's mistake)."""
     parser = _parser()
     options, job = parser.parse_known_args(argv)
-    if job and options.command is not _profile:
+    if job and options.command not in (_plan, _profile):
         parser.error(f"unrecognized arguments: {' '.join(job)}")
     try:
         return options.command(options, job)
@@ -38,6 +40,17 @@ def _parser() -> argparse.ArgumentParser:
         "--megatron-path", metavar="DIR", help="a Megatron-LM checkout (default: the installed megatron-core)"
     )
     doctor.set_defaults(command=_doctor)
+    plan = commands.add_parser(
+        "plan",
+        help="the best layout of a job, without GPUs",
+        allow_abbrev=False,
+        usage="%(prog)s [-h] [FLAGS] [SCRIPT] MEGATRON'S FLAGS",
+        description="Plan the pipeline of the job that a Megatron command line describes, without GPUs and without torch: the best"
+        " layout, what it gives beside Megatron's own splits, and what limits it.",
+        epilog="The times are simulated on the costs given: estimates, unless there is a costs file.",
+    )
+    add_plan_arguments(plan)
+    plan.set_defaults(command=_plan)
     profile = commands.add_parser(
         "profile",
         help="measure what embedding, layers and head of a job cost here, and write a costs file",
@@ -61,6 +74,10 @@ def _doctor(options: argparse.Namespace, _: list[str]) -> int:
     from megatron_balance.megatron.doctor import examine
 
     return examine(options.megatron_path)
+
+
+def _plan(options: argparse.Namespace, job: list[str]) -> int:
+    return plan_command(options, job)
 
 
 def _profile(options: argparse.Namespace, job: list[str]) -> int:

@@ -402,7 +402,32 @@ def _has_kernels() -> bool:
     return getattr(distrib_optimizer, "HAVE_APEX_OR_TE", True)
 
 
+def _takes_head_sizes(construct: Any) -> Any:
+    """Let Megatron's own attention have values of another width than its queries and keys.
+
+    Multi-latent attention tells the widths, which only Transformer Engine's attention takes. Megatron's own reads them off
+    its tensors except for that of what it puts out.
+    """
+
+    def init(self: Any, *args: Any, k_channels: Any = None, v_channels: int | None = None, **kwargs: Any) -> None:
+        construct(self, *args, **kwargs)
+        if v_channels is not None:
+            self.hidden_size_per_partition = self.num_attention_heads_per_partition * v_channels
+
+    return init
+
+
+def _takes_slices(forward: Any) -> Any:
+    """The same attention reshapes keys and values as if they lay in memory alone; those of multi-latent attention are slices."""
+
+    def attend(self: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
+        return forward(self, query, key.contiguous(), value.contiguous(), *args, **kwargs)
+
+    return attend
+
+
 _NEEDED_BY = "the CPU runtime"
+_ATTENTION = "megatron.core.transformer.dot_product_attention"
 _OPTIMIZER = "megatron.core.optimizer.distrib_optimizer"
 _SET_STATES = "DistributedOptimizer._set_main_param_and_optimizer_states"
 _RANDOM = "megatron.core.tensor_parallel.random"
@@ -410,6 +435,8 @@ HOOKS = (
     Hook("megatron.training.initialize", "initialize_megatron", _NEEDED_BY, "allows no CUDA", _allow_no_cuda),
     Hook(_RANDOM, "_get_cuda_rng_state", _NEEDED_BY, "reads the CPU's generator", _get_rng_state),
     Hook(_RANDOM, "_set_cuda_rng_state", _NEEDED_BY, "sets the CPU's generator", _set_rng_state),
+    Hook(_ATTENTION, "DotProductAttention.__init__", _NEEDED_BY, "takes widths of heads", _takes_head_sizes),
+    Hook(_ATTENTION, "DotProductAttention.forward", _NEEDED_BY, "takes slices", _takes_slices),
     Hook(_OPTIMIZER, "DistributedOptimizer.state_dict", _NEEDED_BY, "allows no steps yet", _without_steps),
     Hook(_OPTIMIZER, "DistributedOptimizer.load_state_dict", _NEEDED_BY, "keeps steps apart", _with_own_steps),
     Hook(_OPTIMIZER, _SET_STATES, _NEEDED_BY, "keeps the loaded steps", _with_loaded_steps),

@@ -15,8 +15,8 @@ from megatron_balance.errors import BalanceError
 _STALE_S = 60.0  # a write takes milliseconds; what is older belongs to a process that was killed
 
 
-def write_atomically(path: str | os.PathLike[str], text: str) -> None:
-    """Write ``text`` to ``path``: a temporary file beside it, fsync, rename.
+def write_atomically(path: str | os.PathLike[str], content: str | bytes) -> None:
+    """Write ``content`` to ``path``, text as UTF-8: a temporary file beside it, fsync, rename.
 
     Raises:
         OSError: the folder does not exist or cannot be written, or ``path`` is a device, a pipe or a folder; it is then as it
@@ -28,8 +28,8 @@ def write_atomically(path: str | os.PathLike[str], text: str) -> None:
     _remove_stale(path)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
     try:
-        with temporary.open("w", encoding="utf-8") as file:
-            file.write(text)
+        with temporary.open("wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
@@ -38,7 +38,7 @@ def write_atomically(path: str | os.PathLike[str], text: str) -> None:
         raise
 
 
-def write_text(path: str | os.PathLike[str], text: str, name: str) -> None:
+def write_text(path: str | os.PathLike[str], text: str | bytes, name: str) -> None:
     """The same for a file that a user named.
 
     Raises:

@@ -115,21 +115,48 @@ def sort_operations(sender, ranks):
 
 # --- the search over splits
 
+_PENALTY = 4.0  # share of the step that memory above a limit weighs while annealing, for each share of the limit
+
+
+class Room(NamedTuple):
+    """Memory of the elements, and how much a rank has.
+
+    Attributes:
+        limit_bytes: of every rank's peak; infinite without a limit.
+        before: bytes of state and of activations of the first 0, 1, ..., n layers, [2, n + 1].
+        ends: the same that embedding, multi-token prediction and head add to the stages, [2, stages].
+        working: bytes that each layer takes while it runs, [n].
+        end_working: bytes that the other elements of a stage take while they run, [stages].
+        flights: micro-batches in flight in each chunk of a rank at one time, those of all ranks in turn, float [K, V].
+        first_flight: row of ``flights`` where each rank begins, int64 [ranks + 1].
+    """
+
+    limit_bytes: float
+    before: np.ndarray
+    ends: np.ndarray
+    working: np.ndarray
+    end_working: np.ndarray
+    flights: np.ndarray
+    first_flight: np.ndarray
+
 
 class Problem(NamedTuple):
-    """What a split is judged by: the largest weighted step over the scenarios, among splits within a limit.
+    """What a split is judged by: the largest weighted step over the scenarios, among splits within the limits.
 
     Attributes:
         program: operations of one step.
         p2p_s: seconds of a transfer.
         before: forward and backward seconds of the first 0, 1, ..., n layers, [2, n + 1].
-        ends: seconds that embedding and head add, [scenarios, 2, stages]; scenario 0 is the given costs.
+        ends: seconds that the other elements add, [scenarios, 2, stages]; scenario 0 is the given costs.
         weights: [scenarios].
+        updates: seconds, once a step, that the first 0, 1, ..., n layers take to update, [n + 1].
+        end_updates: the same that the other elements add to the stages, [stages].
         limit_s: a split whose step in scenario 0 is longer is worth infinity.
         tie_weight: weight of unevenness, which decides between splits of equal steps.
-        least: layers that each stage holds at least, int64 [stages].
+        least, most: layers that each stage holds at least and at most, int64 [stages].
         equal_layers: whether all layers cost the same, so that the step is convex in the stages' counts.
         ranks: pipeline ranks.
+        room: memory.
     """
 
     program: Program
@@ -137,69 +164,114 @@ class Problem(NamedTuple):
     before: np.ndarray
     ends: np.ndarray
     weights: np.ndarray
+    updates: np.ndarray
+    end_updates: np.ndarray
     limit_s: float
     tie_weight: float
     least: np.ndarray
+    most: np.ndarray
     equal_layers: bool
     ranks: int
+    room: Room
 
 
 @compiled
 def judge_all(problem, splits):
-    """What each split [count, stages] is worth, float [count]."""
+    """What each split [count, stages] is worth, float [count]; infinite outside the limits."""
     durations, free, end = _scratch(problem)
     worths = np.empty(splits.shape[0])
     for i in range(worths.size):
-        worths[i] = _judge(problem, splits[i], durations, free, end)
+        if _excess(problem, splits[i]) > 0.0:
+            worths[i] = np.inf
+        else:
+            worths[i] = _judge(problem, splits[i], durations, free, end)
     return worths
 
 
 @compiled
-def anneal(problem, start, threshold, evaluations):
-    """Move single layers between stages, from those on the critical path to those off it.
+def anneal(problem, start, threshold, evaluations, seed):
+    """Move layers between stages, from those on the critical path to those off it.
+
+    Memory above the limit is punished, not forbidden, so that the way between two splits that fit may lead through some
+    that do not.
 
     Args:
         problem: the Problem.
         start: layers of each stage, int64 [stages].
         threshold: loss that is accepted at first, as a share of the best worth; 0 accepts only what is no worse.
         evaluations: splits to judge.
+        seed: of the proposals.
 
     Returns:
-        The best split met, and its worth: never worse than the start's.
+        The best split met that fits, and its worth: never worse than the start's; infinite where none fitted.
     """
     durations, free, end = _scratch(problem)
-    stages = start.size
-    pull = np.empty(stages)
-    layers, best = start.copy(), start.copy()
+    pull = np.empty(start.size)
+    layers, best, moved = start.copy(), start.copy(), start.copy()
+    excess = _excess(problem, layers)
     worth = _judge(problem, layers, durations, free, end)
-    best_worth = worth
-    _pull_of_stages(problem, end, pull)
-    state = np.uint64(stages)
+    best_worth = worth if excess == 0.0 else np.inf
+    _pull_of_stages(problem, end, layers, excess, pull)
+    state = np.uint64(seed + start.size)
     judged = 1
     for _ in range(20 * evaluations):
         if judged >= evaluations:
             break
-        state, giver, taker = _propose(state, pull)
-        allowance = threshold * best_worth * (1.0 - judged / evaluations)
-        if giver == taker or layers[giver] <= problem.least[giver]:
+        state, added = _move(problem, state, pull, layers, moved)
+        if added == np.inf:
             continue
+        punished = worth * (1.0 + _PENALTY * excess)
+        allowed = punished + threshold * min(best_worth, punished) * (1.0 - judged / evaluations)
+        moved_excess = _excess(problem, moved)
         # In a convex problem the present critical path tells how much the move costs at least.
-        if problem.equal_layers and pull[taker] - pull[giver] > allowance:
+        floor = worth + added if problem.equal_layers and excess == 0.0 else 0.0
+        if floor * (1.0 + _PENALTY * moved_excess) > allowed:
             continue
-        layers[giver] -= 1
-        layers[taker] += 1
-        moved_worth = _judge(problem, layers, durations, free, end)
+        moved_worth = _judge(problem, moved, durations, free, end)
         judged += 1
-        if moved_worth <= worth + allowance:
-            worth = moved_worth
-            _pull_of_stages(problem, end, pull)
-            if worth < best_worth:
+        if moved_worth * (1.0 + _PENALTY * moved_excess) <= allowed:
+            worth, excess = moved_worth, moved_excess
+            layers[:] = moved
+            _pull_of_stages(problem, end, layers, excess, pull)
+            if excess == 0.0 and worth < best_worth:
                 best_worth = worth
-                best = layers.copy()
-        else:
-            layers[giver] += 1
-            layers[taker] -= 1
+                best[:] = layers
     return best, best_worth
+
+
+@compiled
+def _move(problem, state, pull, layers, moved):
+    """Fill ``moved`` with a split near ``layers``.
+
+    One layer changes its stage. Interleaved, half of the moves stay on a rank or in a chunk row, and half of the former are
+    made on two to eight ranks in a row at once.
+
+    Returns:
+        The generator's next state, and the seconds that the move adds to the critical path; infinite if it is none.
+    """
+    state, giver, taker = _propose(state, pull)
+    ranks, width = problem.ranks, 1
+    if ranks < layers.size:
+        state, kind = _pick(state, 8)
+        if kind < 3:
+            taker += giver % ranks - taker % ranks
+            if kind < 2:
+                state, doublings = _pick(state, 4)
+                width = min(1 << doublings, ranks - giver % ranks)
+        elif kind == 3:
+            taker += (giver // ranks - taker // ranks) * ranks
+    if giver == taker:
+        return state, np.inf
+    moved[:] = layers
+    added, done = 0.0, False
+    for _ in range(width):
+        if moved[giver] > problem.least[giver] and moved[taker] < problem.most[taker]:
+            moved[giver] -= 1
+            moved[taker] += 1
+            added += pull[taker] - pull[giver]
+            done = True
+        giver, taker = giver + 1, taker + 1
+    return state, added if done else np.inf
 
 
 @compiled
@@ -226,6 +298,7 @@ def _scratch(problem):
 def _judge(problem, layers, durations, free, end):
     """What a split is worth, less being better; ``end`` is left as the last simulated scenario filled it."""
     stages = layers.size
+    update, _ = _update(problem, layers)
     worst = 0.0
     for scenario in range(problem.weights.size):
         stop = 0
@@ -234,11 +307,97 @@ def _judge(problem, layers, durations, free, end):
             for kind in range(2):
                 own = problem.before[kind, stop] - problem.before[kind, start]
                 durations[kind * stages + stage] = own + problem.ends[scenario, kind, stage]
-        step = run_program(problem.program, durations, problem.p2p_s, free, end)
+        step = run_program(problem.program, durations, problem.p2p_s, free, end) + update
         if scenario == 0 and step > problem.limit_s:
             return np.inf
         worst = max(worst, problem.weights[scenario] * step)
     return worst * (1.0 + problem.tie_weight * _unevenness(durations, stages))
+
+
+@compiled
+def _update(problem, layers):
+    """Seconds of the update of the rank that updates longest, and that rank."""
+    ranks = problem.ranks
+    longest, longest_rank = -1.0, 0
+    for rank in range(ranks):
+        seconds, stop = 0.0, 0
+        for stage in range(layers.size):
+            stop += layers[stage]
+            if stage % ranks == rank:
+                seconds += problem.updates[stop] - problem.updates[stop - layers[stage]] + problem.end_updates[stage]
+        if seconds > longest:
+            longest, longest_rank = seconds, rank
+    return longest, longest_rank
+
+
+@compiled
+def _excess(problem, layers):
+    """Sum over the ranks of what their peaks are above the limit, as a share of it; 0 where all fit."""
+    if problem.room.limit_bytes == np.inf:
+        return 0.0
+    excess = 0.0
+    for rank in range(problem.ranks):
+        peak = _peak(problem, layers, rank)
+        if peak > problem.room.limit_bytes * (1.0 + 1e-12):
+            excess += peak / problem.room.limit_bytes - 1.0
+    return excess
+
+
+@compiled
+def _peak(problem, layers, rank):
+    """Bytes of a rank's peak: state, the worst activations in flight, the largest working memory."""
+    room, ranks = problem.room, problem.ranks
+    first, last = room.first_flight[rank], room.first_flight[rank + 1]
+    kept = np.zeros(last - first)
+    state, working, stop = 0.0, 0.0, 0
+    for stage in range(layers.size):
+        start, stop = stop, stop + layers[stage]
+        if stage % ranks != rank:
+            continue
+        state += room.before[0, stop] - room.before[0, start] + room.ends[0, stage]
+        activations = room.before[1, stop] - room.before[1, start] + room.ends[1, stage]
+        for flight in range(first, last):
+            kept[flight - first] += room.flights[flight, stage // ranks] * activations
+        working = max(working, room.end_working[stage])
+        for layer in range(start, stop):
+            working = max(working, room.working[layer])
+    return state + kept.max() + working
+
+
+@compiled
+def peaks_of(problem, layers):
+    """Bytes of each rank's peak, [ranks]."""
+    peaks = np.empty(problem.ranks)
+    for rank in range(peaks.size):
+        peaks[rank] = _peak(problem, layers, rank)
+    return peaks
+
+
+@compiled
+def lighten(problem, start):
+    """A split whose largest peak no move of one layer from that rank lowers, found by steepest descent."""
+    layers = start.copy()
+    ranks, stages = problem.ranks, start.size
+    peaks = peaks_of(problem, layers)
+    while True:
+        heaviest = np.argmax(peaks)
+        best, best_giver, best_taker = peaks.max(), -1, -1
+        for giver in range(heaviest, stages, ranks):
+            for taker in range(stages):
+                if giver == taker or layers[giver] <= problem.least[giver] or layers[taker] >= problem.most[taker]:
+                    continue
+                layers[giver] -= 1
+                layers[taker] += 1
+                peak = peaks_of(problem, layers).max()
+                if peak < best * (1.0 - 1e-12):
+                    best, best_giver, best_taker = peak, giver, taker
+                layers[giver] += 1
+                layers[taker] -= 1
+        if best_giver < 0:
+            return layers
+        layers[best_giver] -= 1
+        layers[best_taker] += 1
+        peaks = peaks_of(problem, layers)
 
 
 @compiled
@@ -253,15 +412,35 @@ def _unevenness(durations, stages):
 
 
 @compiled
-def _pull_of_stages(problem, end, pull):
-    """Seconds that one more mean layer in each stage adds along the critical path, into ``pull`` [stages]."""
+def _pull_of_stages(problem, end, layers, excess, pull):
+    """Seconds that one more mean layer in each stage adds along the critical path, into ``pull`` [stages].
+
+    The update that lasts longest is the path's end. Where memory is above its limit, the punishment of what the mean layer
+    adds to it counts, too.
+    """
     pull[:] = 0.0
-    stages, layers = pull.size, problem.before.shape[1] - 1
+    stages, count = pull.size, problem.before.shape[1] - 1
     place = np.int32(np.argmax(end))
+    step = end[place]
     while place != end.size - 1:
         cost = problem.program.cost[place]
-        pull[cost % stages] += problem.before[cost // stages, layers] / layers
+        pull[cost % stages] += problem.before[cost // stages, count] / count
         place = waited_for(problem.program, end, problem.p2p_s, place)
+    room, ranks = problem.room, problem.ranks
+    _, updating = _update(problem, layers)
+    for stage in range(updating, stages, ranks):
+        pull[stage] += problem.updates[count] / count
+    if excess == 0.0:
+        return
+    for rank in range(ranks):
+        if _peak(problem, layers, rank) <= room.limit_bytes:
+            continue
+        for stage in range(rank, stages, ranks):
+            most = 0.0
+            for flight in range(room.first_flight[rank], room.first_flight[rank + 1]):
+                most = max(most, room.flights[flight, stage // ranks])
+            added = (room.before[0, count] + most * room.before[1, count]) / count
+            pull[stage] += _PENALTY * step * added / room.limit_bytes
 
 
 @compiled
@@ -271,11 +450,135 @@ def _pick(state, count):
     return state, np.int64(state >> np.uint64(33)) % count
 
 
+# --- splits without interleaving: a stage's floor follows from its first and its last layer
+
+
+class Floors(NamedTuple):
+    """What the floor under a step is made of, for a stage that holds layers i to j - 1.
+
+    Attributes:
+        microbatches: of a step.
+        above: seconds of both passes of all other elements before each stage, and its transfers, [stages].
+        behind: the same of all after it, [stages].
+        later: stages behind, at most the micro-batches less one, int64 [stages].
+        interleaved: whether the floors are those of an interleaved schedule: zero.
+    """
+
+    microbatches: int
+    above: np.ndarray
+    behind: np.ndarray
+    later: np.ndarray
+    interleaved: bool
+
+
 @compiled
-def enumerate_splits(allowed, completions, count):
-    """The splits of an OpenSplits in lexicographic order, int64 [count, stages]: depth first, without dead ends."""
-    stages, places = allowed.shape[0], allowed.shape[1]
-    splits = np.empty((count, stages), dtype=np.int64)
+def stage_floors(problem, floors, stage, cap_s):
+    """Seconds that a step takes at least when ``stage`` holds layers i to j - 1, its update included, [n + 1, n + 1].
+
+    Infinite where it may not hold them or where they take more than ``cap_s``.
+
+    Without interleaving a floor is the longest of a family of paths through one stage of the 1F1B schedule. The first
+    micro-batch comes down to the stage, the last one goes back up from it, and in between the stage runs all its passes; or
+    some of its micro-batches make a round trip through the stages behind, during which ``later`` other forward and backward
+    passes (fewer at the step's ends) are skipped.
+    """
+    places, stages = problem.before.shape[1], problem.least.size
+    seconds = np.full((places, places), np.inf)
+    least, most = problem.least[stage], problem.most[stage]
+    # Out of the loop: reading them there would take most of its time.
+    forwards, backwards, updates = problem.before[0], problem.before[1], problem.updates
+    own_forward, own_backward = problem.ends[0, 0, stage], problem.ends[0, 1, stage]
+    own_update = problem.end_updates[stage]
+    above, behind, later = floors.above[stage], floors.behind[stage], floors.later[stage]
+    microbatches, interleaved = floors.microbatches, floors.interleaved
+    trips_between = (microbatches - 1) // (later + 1) - 1
+    room = problem.room
+    limited = room.limit_bytes < np.inf and problem.ranks == stages
+    limit_bytes = room.limit_bytes * (1.0 + 1e-12)
+    states, activations, working_bytes = room.before[0], room.before[1], room.working
+    own_state, own_activations, own_working = room.ends[0, stage], room.ends[1, stage], room.end_working[stage]
+    flight = room.flights[room.first_flight[stage], 0] if limited else 0.0
+    for start in range(1 if stage == 0 else places):
+        working = own_working
+        for stop in range(start, min(places, start + most + 1)):
+            if stop > start:
+                working = max(working, working_bytes[stop - 1])
+            if limited:
+                kept = flight * (activations[stop] - activations[start] + own_activations)
+                if states[stop] - states[start] + own_state + kept + working > limit_bytes:
+                    break
+            floor = 0.0
+            if not interleaved:
+                forward = forwards[stop] - forwards[start] + own_forward
+                backward = backwards[stop] - backwards[start] + own_backward
+                path = above + forwards[start] + backwards[start] + microbatches * (forward + backward)
+                path += updates[stop] - updates[start] + own_update
+                if path > cap_s:
+                    break
+                back = behind + forwards[places - 1] - forwards[stop] + backwards[places - 1] - backwards[stop]
+                first_trip, last_trip = max(back - later * forward, 0.0), max(back - later * backward, 0.0)
+                if microbatches == later + 1:
+                    floor = path + max(first_trip, last_trip)
+                else:
+                    between = trips_between * max(back - later * (forward + backward), 0.0)
+                    floor = path + first_trip + last_trip + between
+            if floor <= cap_s and stop - start >= least and (stage < stages - 1 or stop == places - 1):
+                seconds[start, stop] = floor
+    return seconds
+
+
+@compiled
+def smallest_floor(problem, floors, cap_s):
+    """The smallest that the largest floor of a split's stages can be, and the layers of each stage that reach it.
+
+    The former is infinite where no split keeps within the limits and ``cap_s``; the latter is then of no use.
+    """
+    stages, places = problem.least.size, problem.before.shape[1]
+    rest = np.full(places, np.inf)
+    rest[-1] = -np.inf
+    choices = np.empty((stages, places), dtype=np.int64)
+    for stage in range(stages - 1, -1, -1):
+        seconds = stage_floors(problem, floors, stage, cap_s)
+        reached = np.full(places, np.inf)
+        for start in range(places):
+            for stop in range(start, places):
+                floor = max(seconds[start, stop], rest[stop])
+                if floor < reached[start]:
+                    reached[start] = floor
+                    choices[stage, start] = stop
+        rest = reached
+    layers = np.zeros(stages, dtype=np.int64)
+    start = 0
+    if rest[0] < np.inf:
+        for stage in range(stages):
+            layers[stage] = choices[stage, start] - start
+            start = choices[stage, start]
+    return rest[0], layers
+
+
+@compiled
+def count_completions(problem, floors, cap_s):
+    """In how many ways stages s, s + 1, ... can hold layers i to n - 1, floors at most ``cap_s``; [stages + 1, n + 1]."""
+    stages, places = problem.least.size, problem.before.shape[1]
+    completions = np.zeros((stages + 1, places))
+    completions[stages, places - 1] = 1.0
+    for stage in range(stages - 1, -1, -1):
+        seconds = stage_floors(problem, floors, stage, cap_s)
+        for start in range(places):
+            for stop in range(start, places):
+                if seconds[start, stop] < np.inf:
+                    completions[stage, start] += completions[stage + 1, stop]
+    return completions
+
+
+@compiled
+def enumerate_splits(problem, floors, cap_s, completions):
+    """The splits that ``completions`` counts in lexicographic order, int64 [count, stages]: depth first, no dead ends."""
+    stages, places = problem.least.size, problem.before.shape[1]
+    allowed = np.empty((stages, places, places), dtype=np.bool_)
+    for stage in range(stages):
+        allowed[stage] = stage_floors(problem, floors, stage, cap_s) < np.inf
+    splits = np.empty((int(completions[0, 0]), stages), dtype=np.int64)
     stops = np.zeros(stages + 1, dtype=np.int64)  # stops[s + 1]: the layer behind stage s that is tried next
     found, stage = 0, 0
     while stage >= 0:
@@ -297,3 +600,48 @@ def enumerate_splits(allowed, completions, count):
             found += 1
             stops[stage + 1] = stop + 1
     return splits
+
+
+# --- cuts: the length of every path through the operations is linear in the stages' seconds
+
+
+@compiled
+def find_paths(problem, durations, counts):
+    """A longest path through each stage's busiest operation.
+
+    Args:
+        problem: the Problem.
+        durations: seconds of the passes of each stage, [2 * stages].
+        counts: filled with how often each path runs each pass, [stages, 2 * stages].
+
+    Returns:
+        The pipeline's seconds, and each path's, [stages].
+    """
+    program, operations = problem.program, problem.program.cost.size
+    stages = problem.least.size
+    free, end = np.empty(problem.ranks), np.empty(operations + 1)
+    step = run_program(program, durations, problem.p2p_s, free, end)
+    tail = np.zeros(operations + 1)  # seconds from an operation's end to the step's
+    following = np.full(operations + 1, operations, dtype=np.int32)
+    through, longest = np.full(stages, -np.inf), np.zeros(stages, dtype=np.int64)
+    for i in range(operations - 1, -1, -1):
+        stage = program.cost[i] % stages
+        if end[i] + tail[i] > through[stage]:
+            through[stage], longest[stage] = end[i] + tail[i], i
+        seconds = tail[i] + durations[program.cost[i]]
+        before, source = program.previous[i], program.sender[i]
+        if seconds > tail[before]:
+            tail[before], following[before] = seconds, i
+        if seconds + problem.p2p_s > tail[source]:
+            tail[source], following[source] = seconds + problem.p2p_s, i
+    counts[:] = 0.0
+    for stage in range(stages):
+        place = np.int32(longest[stage])
+        while place != operations:
+            counts[stage, program.cost[place]] += 1.0
+            place = waited_for(program, end, problem.p2p_s, place)
+        place = following[longest[stage]]
+        while place != operations:
+            counts[stage, program.cost[place]] += 1.0
+            place = following[place]
+    return step, through

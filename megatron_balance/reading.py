@@ -76,6 +76,15 @@ def positive(value: Any, key: str) -> float:
     return checked(number(value, key), key, value > 0, "a number above 0")
 
 
+def flag(value: Any, key: str) -> bool:
+    return checked(value, key, isinstance(value, bool), "true or false")
+
+
+def numbers(value: Any, key: str) -> tuple[float, ...]:
+    checked(value, key, isinstance(value, list), "a list of numbers")
+    return tuple(number(each, f"{key}[{place}]") for place, each in enumerate(value))
+
+
 def pair(value: Any, key: str) -> tuple[float, float]:
     checked(value, key, isinstance(value, list) and len(value) == 2, "a pair of numbers")
     return number(value[0], f"{key}[0]"), number(value[1], f"{key}[1]")

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_balance.errors import BalanceError
+from megatron_balance.pipeline.chain import layer_limits
 from megatron_balance.pipeline.layout import Layout, parse_layout
 
 ACCEPTED = [
@@ -101,3 +104,24 @@ def test_megatron_reads_the_layers_that_were_meant(layers: list[int], mtp_num_la
     counts = megatron_layers(text, len(layers))
     assert [decoder for decoder, _ in counts] == layers
     assert [mtp for _, mtp in counts] == [0] * (len(layers) - 1) + [mtp_num_layers]
+
+
+@pytest.mark.megatron
+@settings(max_examples=60, deadline=None)
+@given(st.integers(2, 4), st.integers(1, 3), st.data())
+def test_megatron_accepts_the_places_of_prediction_that_are_searched(
+    ranks: int, chunks: int, data: st.DataObject
+) -> None:
+    """Any stage of the last chunk row, with no layer behind it; no other where there are more rows."""
+    layouts = pytest.importorskip("megatron.core.transformer.pipeline_parallel_layer_layout")
+    stages = ranks * chunks
+    place = data.draw(st.integers(0, stages - 1))
+    least, most = layer_limits(3, stages, place, allow_empty=data.draw(st.booleans()))
+    layers = [
+        data.draw(st.integers(fewest, max(fewest, limit)))
+        for fewest, limit in zip(least.tolist(), most.tolist(), strict=True)
+    ]
+    searched = place >= stages - ranks and (layers <= most).all()
+    layout = layouts.PipelineParallelLayerLayout(str(Layout.of(layers, 2, place)), pipeline_model_parallel_size=ranks)
+    with nullcontext() if searched else pytest.raises(AssertionError):
+        layout.validate_layer_layout(num_layers=sum(layers), mtp_num_layers=2)

@@ -69,6 +69,17 @@ def test_each_kind_of_layer_is_measured_with_the_experts_of_one_rank(tmp_path):
     assert costs.head.parameters == 128 * 32 + 2 * 32  # weights of its own although they are tied
 
 
+def test_multi_token_prediction_is_measured_apart_from_the_head(tmp_path):
+    costs = profile(tmp_path, "--num-layers 4 --mtp-num-layers 1 --position-embedding-type rope --disable-bias-linear")
+    hidden, ffn, vocabulary = 32, 128, 128
+    (dense,) = costs.layers.values()
+    assert dense.parameters == 4 * hidden * hidden + 2 * hidden * ffn + 4 * hidden
+    # Three norms, a projection of both inputs and a layer; a word embedding of its own where it is apart.
+    assert costs.mtp.parameters == 3 * 2 * hidden + 2 * hidden * hidden + dense.parameters + vocabulary * hidden
+    assert costs.head.parameters == vocabulary * hidden + 2 * hidden
+    assert costs.mtp.forward_s > 0 and costs.mtp.backward_s > 0
+
+
 def _until(condition: Callable[[], bool], within_s: float) -> None:
     deadline = time.monotonic() + within_s
     while not condition():

@@ -156,7 +156,7 @@ def change(key: str, value: Any) -> Callable[[dict], None]:
     [
         (change("format", "something else"), r"is not a plan: its format is 'something else'"),
         (change("format", ...), r"is not a plan"),
-        (change("format_version", 3), r"has format_version 3, not 2"),
+        (change("format_version", 4), r"has format_version 4, not 3"),
         (change("stages", ...), r"lacks stages"),
         (change("extra", 1), r"holds the unknown extra"),
         (change("stages.3.forward_s", "fast"), r"stages\[3\]\.forward_s is 'fast', not a number"),

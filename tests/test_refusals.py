@@ -69,9 +69,10 @@ def prepared(monkeypatch, arguments: list[str], **changes):
         ("--balanced-pipeline-device H300", "device H300: choose one of A100, .*generic"),
         (
             "--num-virtual-stages-per-pipeline-rank 2 --heterogeneous-layers-config-path blocks.json",
-            "layers that each have a configuration of their own.*heterogeneous_layers_config_path",
+            "cannot build layers that each have a configuration of their own in 2 virtual stages",
         ),
-        ("--multi-latent-attention", "multi-latent attention"),
+        ("--experimental-attention-variant dsa", "experimental or linear attention"),
+        ("--balanced-pipeline-mtp-placement first", "mtp-placement first: must be any or last"),
         ("--num-virtual-stages-per-pipeline-rank 0", "--num-virtual-stages-per-pipeline-rank 0: give 1 or more"),
         ("--num-layers-per-virtual-pipeline-stage=-2", "--num-layers-per-virtual-pipeline-stage -2: give 1 or more"),
         ("--pipeline-model-parallel-size 0", "--pipeline-model-parallel-size 0: give 1 or more"),
@@ -83,12 +84,23 @@ def test_refused_before_validation(monkeypatch, flags, message):
         prepared(monkeypatch, [*PP2, *flags.split()])
 
 
-def test_hybrid_models_are_told_the_way_round(monkeypatch):
-    with pytest.raises(BalanceError, match=r"mark the stages with \| in --hybrid-layer-pattern"):
-        prepared(
-            monkeypatch,
-            [*TINY, "--pipeline-model-parallel-size", "2", "--balanced-pipeline", "--hybrid-layer-pattern", "M*M*"],
-        )
+HYBRID = [*TINY, "--balanced-pipeline", *"--pipeline-model-parallel-size 2 --spec a.module a_stack".split()]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "virtual", "provisional"),
+    [("M*-M*-E", 1, "M*-|M*-E"), ("M*-M*-E/*-", 1, "M*-|M*-E/*-"), ("M*-M*-E", 2, "M|*-|M*|-E")],
+)
+def test_hybrid_models_get_borders_in_their_pattern(monkeypatch, pattern, virtual, provisional):
+    flags = ["--hybrid-layer-pattern", pattern, "--num-virtual-stages-per-pipeline-rank", str(virtual)]
+    args = prepared(monkeypatch, [*HYBRID, *flags])
+    assert args.hybrid_layer_pattern == provisional and args.pipeline_model_parallel_layout is None
+    assert args.num_virtual_stages_per_pipeline_rank is None  # Megatron refuses it beside a pattern
+
+
+def test_borders_given_by_hand_are_refused(monkeypatch):
+    with pytest.raises(BalanceError, match=r"leave the \| out of --hybrid-layer-pattern M\*\|M\*"):
+        prepared(monkeypatch, [*HYBRID, "--hybrid-layer-pattern", "M*|M*"])
 
 
 def test_legacy_models_are_refused(monkeypatch):

@@ -112,10 +112,14 @@ def test_layout_string_counts_and_unknown_models_tell_nothing():
     arguments = {"num_layers": 8, "pipeline_model_parallel_size": 2}
     assert layout_of_arguments(arguments) == UNIFORM
     assert layout_of_arguments({**arguments, "pipeline_model_parallel_layout": "Et*5|t*3L"}) == BALANCED
+    assert layout_of_arguments({**arguments, "hybrid_layer_pattern": "M*M*M|M*M"}) == BALANCED
+    with_depths = {"hybrid_layer_pattern": "M*M*M|M*M/*-/*-", "mtp_num_layers": 2}
+    assert str(layout_of_arguments({**arguments, **with_depths})) == "Ettttt|tttmmL"
+    assert layout_of_arguments({**arguments, "hybrid_layer_pattern": "M*M*M*M*"}) == UNIFORM
     for change in (
         {"num_layers": 7},
         {"pipeline_model_parallel_layout": "Et|tL"},
-        {"hybrid_layer_pattern": "M*M*|M*M*"},
+        {"hybrid_layer_pattern": "M*M*|M*M*|M"},
         {"num_layers": None},
     ):
         assert layout_of_arguments({**arguments, **change}) is None

@@ -49,15 +49,18 @@ class ChainCosts:
     Attributes:
         embedding: word (and position) embedding; always in the first stage.
         layers: transformer layers, in model order.
-        head: final norm, output layer and loss, and the multi-token-prediction blocks that Megatron keeps with them;
-            always in the last stage.
+        head: final norm, output layer and loss, the latter two once more for each multi-token-prediction depth; always in
+            the last stage.
         source: where the figures come from, shown to the user ("analytic (H100)", a file's name).
+        mtp: the multi-token-prediction layers of all depths (embedding look-up, norms, projection, layer) without output
+            layer and loss; in one stage, behind all layers. Nothing where there are none or their cost is in ``head``.
     """
 
     embedding: ElementCost
     layers: tuple[ElementCost, ...]
     head: ElementCost
     source: str
+    mtp: ElementCost = ElementCost(0.0, 0.0)
 
     def __post_init__(self) -> None:
         if not self.layers:
@@ -77,7 +80,7 @@ class ChainCosts:
     @property
     def total(self) -> ElementCost:
         """The whole model."""
-        return self.embedding + self.mean_layer * len(self.layers) + self.head
+        return self.embedding + self.mean_layer * len(self.layers) + self.mtp + self.head
 
     def in_layers(self, element: ElementCost) -> tuple[float, float]:
         """Forward and backward cost of ``element`` in units of the mean layer's."""

@@ -19,7 +19,7 @@ from megatron_balance.reading import Scalar
 from megatron_balance.topology import Topology
 
 _FORMAT = "megatron-balance costs"
-_FORMAT_VERSION = 1
+_FORMAT_VERSION = 2
 _REMEDY = "measure anew (megatron-balance profile) or pass another"
 _KINDS = ("analytic", "measured", "diagnosed")
 
@@ -84,12 +84,14 @@ class CostTable:
         device: that the seconds are of.
         embedding: with fetching the batch, which its stage does.
         layers: by kind of layer, as ``LayerKind`` writes it.
-        head: final norm, output layer, loss, and multi-token prediction.
+        head: final norm, output layer and loss, the latter two once more for each multi-token-prediction depth.
         update_s_per_parameter: seconds of a step outside its micro-batches (zeroing gradients, their norm, optimizer) for
             each parameter of a rank; None where they are not known.
         holds_for: names and values of the shapes and settings that the costs depend on.
         provenance: software versions, samples and whatever else tells how they came about.
         created_by: version of this package.
+        mtp: the multi-token-prediction layers of all depths; None where there are none or they are in ``head``, as in costs
+            that are measured.
     """
 
     kind: str
@@ -101,6 +103,7 @@ class CostTable:
     holds_for: Mapping[str, Scalar]
     provenance: Mapping[str, Scalar]
     created_by: str
+    mtp: ElementRow | None = None
 
     def chain(self, model: ModelSpec, topology: Topology) -> ChainCosts:
         """The costs along ``model``'s chain on the stages of ``topology``.
@@ -120,6 +123,7 @@ class CostTable:
             layers=tuple(layers[name] for name in names),
             head=self._element(self.head),
             source=self.source,
+            mtp=self._element(self.mtp) if self.mtp else ElementCost(0.0, 0.0),
         )
 
     @property
@@ -175,6 +179,7 @@ class CostTable:
 def shapes_of(model: ModelSpec, topology: Topology) -> dict[str, Scalar]:
     """What the costs of one micro-batch on one rank depend on: neither number of layers nor of stages."""
     shapes = {name: value for name, value in model.fingerprint.items() if name != "layers"}
+    shapes["mtp_layers"] = " ".join(map(str, model.depth_layers))  # also where they repeat the last layer
     sizes = {name: getattr(topology, name) for name in ("micro_batch_size", "tensor_size", "context_size")}
     return {**shapes, **sizes}
 
@@ -294,4 +299,5 @@ _READERS: dict[str, reading.Reader] = {
     "holds_for": reading.scalars,
     "provenance": reading.scalars,
     "created_by": reading.text,
+    "mtp": reading.optional(_element),
 }

@@ -8,10 +8,10 @@ from typing import Any
 
 from megatron_balance.costs.devices import Device, device_chosen
 from megatron_balance.errors import BalanceError
+from megatron_balance.planning.flags import FLAG, MemoryWish, add_memory_arguments, layer_weight, memory_wish
 
-FLAG = "--balanced-pipeline"
 PROFILE, ANALYTIC = "profile", "analytic"
-_MOST_LAYERS = 1e6  # as a weight; beyond it the layers vanish in the rounding of sums
+ANY, LAST = "any", "last"
 
 
 def given_in(argv: list[str]) -> bool:
@@ -53,6 +53,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         metavar="NAME",
         help="Plan on estimates for this device: A100, H100, H200, B200, generic (a GPU), cpu. For a dry run on a login node.",
     )
+    add_memory_arguments(group)
+    group.add_argument(
+        f"{FLAG}-mtp-placement",
+        metavar="any|last",
+        help="Stage of the multi-token-prediction layers: any of those that Megatron runs them in (any; the default), or the"
+        " last one, beside the head (last).",
+    )
     group.add_argument(
         f"{FLAG}-plan",
         metavar="FILE",
@@ -86,6 +93,8 @@ class Options:
         embedding_weight, head_weight: (forward, backward) cost in layers, None for what was measured or estimated.
         costs: ``profile``, ``analytic`` or the name of a costs file; None where the command line does not say.
         device: whose speeds the estimate takes, None for the one here.
+        memory: what a rank may occupy.
+        mtp_placement: ``any`` or ``last``.
         plan_file: where the plan is kept, None for nowhere.
         replan: whether a resumed checkpoint may change its layout.
         dry_run: processes to plan for without training, 0 for one model replica; None to train.
@@ -95,6 +104,8 @@ class Options:
     head_weight: tuple[float, float] | None
     costs: str | None
     device: Device | None
+    memory: MemoryWish
+    mtp_placement: str
     plan_file: str | None
     replan: bool
     dry_run: int | None
@@ -116,7 +127,10 @@ class Options:
         Raises:
             BalanceError: a value is not usable, or an option is given without the flag that it belongs to.
         """
-        names = ("embedding-weight", "head-weight", "costs", "device", "plan", "replan", "dry-run")
+        names = (
+            "embedding-weight", "head-weight", "costs", "device", "memory-gb", "memory-like", "mtp-placement", "plan", "replan",
+            "dry-run",
+        )  # fmt: skip
         values = {name: getattr(args, f"balanced_pipeline_{name}".replace("-", "_"), None) for name in names}
         if not getattr(args, "balanced_pipeline", False):
             for name, value in values.items():
@@ -133,27 +147,16 @@ class Options:
             raise BalanceError(
                 f"{FLAG}-device {device} is for estimates, {FLAG}-costs {values['costs']} takes others: leave one out"
             )
+        if values["mtp-placement"] not in (None, ANY, LAST):
+            raise BalanceError(f"{FLAG}-mtp-placement {values['mtp-placement']}: must be {ANY} or {LAST}")
         return cls(
-            embedding_weight=_weight(f"{FLAG}-embedding-weight", values["embedding-weight"]),
-            head_weight=_weight(f"{FLAG}-head-weight", values["head-weight"]),
+            embedding_weight=layer_weight(f"{FLAG}-embedding-weight", values["embedding-weight"]),
+            head_weight=layer_weight(f"{FLAG}-head-weight", values["head-weight"]),
             costs=values["costs"],
             device=None if device is None else device_chosen(device),
+            memory=memory_wish(values["memory-gb"], values["memory-like"]),
+            mtp_placement=values["mtp-placement"] or ANY,
             plan_file=values["plan"],
             replan=bool(values["replan"]),
             dry_run=dry_run,
         )
-
-
-def _weight(flag: str, text: str | None) -> tuple[float, float] | None:
-    if text is None:
-        return None
-    try:
-        values = [float(part) for part in text.split(",")]
-    except ValueError:
-        values = []
-    if len(values) not in (1, 2) or not all(0 <= value <= _MOST_LAYERS for value in values):
-        raise BalanceError(
-            f"{flag} {text}: give the cost in layers as one number (5.5) or as forward and backward (9.7,3.8), not negative"
-            f" and at most {_MOST_LAYERS:.0e}"
-        )
-    return values[0], values[-1]

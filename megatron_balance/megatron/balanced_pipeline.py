@@ -1,8 +1,8 @@
 """`--balanced-pipeline`: a cost-weighted layout in place of Megatron's uniform one.
 
 In two phases, because Megatron fixes the number of virtual stages while it validates its arguments, and knows vocabulary and
-batch only after that: `before_validation` writes a provisional layout with the right number of stages, `after_globals` the
-planned one. Megatron builds its model config from the arguments later still.
+batch only after that: `before_validation` writes a provisional split with the right number of stages, `after_globals` the
+planned one. Megatron builds its model from the arguments later still.
 """
 
 from __future__ import annotations
@@ -14,34 +14,45 @@ from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any
 
-from megatron_balance.errors import BalanceError
+from megatron_balance.costs.chain import ChainCosts
+from megatron_balance.errors import BalanceError, MemoryLack
 from megatron_balance.files import read_text
 from megatron_balance.megatron import stored_layout
 from megatron_balance.megatron.agreement import decide_on_rank_0
-from megatron_balance.megatron.arguments import ANALYTIC, FLAG, PROFILE, Options
-from megatron_balance.megatron.job_costs import costs_of_job, say_devices
+from megatron_balance.megatron.arguments import ANALYTIC, FLAG, LAST, PROFILE, Options
+from megatron_balance.megatron.job_costs import costs_of_job, device_of_job, say_devices
 from megatron_balance.megatron.registry import Hook, registry
+from megatron_balance.megatron.split_arguments import (
+    argument_of,
+    is_ours,
+    may_leave_empty,
+    mtp_stages,
+    num_layers,
+    pattern_of,
+    refuse_given_split,
+    refuse_virtual_stages_of_blocks,
+    split_flag,
+    write_split,
+)
 from megatron_balance.model import ModelSpec, refuse_uncovered
-from megatron_balance.pipeline.chain import least_layers
-from megatron_balance.pipeline.layout import Layout
-from megatron_balance.pipeline.plan import Plan, Scalar, find_plan, make_plan, save_plan
+from megatron_balance.pipeline.chain import check_stages
+from megatron_balance.pipeline.layout import Layout, parse_layout
+from megatron_balance.pipeline.plan import Plan, Scalar, find_plan, save_plan
 from megatron_balance.pipeline.show import render_plan
+from megatron_balance.planning.planner import plan_job
 from megatron_balance.reporting import say
 from megatron_balance.topology import Topology
-
-_LAYOUT = "pipeline_model_parallel_layout"
-
 
 # --- before validation ------------------------------------------------------------------------------------------------
 
 
 def before_validation(args: Any, options: Options) -> None:
-    """Check our options against Megatron's and write the provisional layout into ``args``.
+    """Check our options against Megatron's and write the provisional split into ``args``.
 
     Raises:
         BalanceError: options that exclude each other, or more stages than the model has elements.
     """
-    if _is_ours(args):
+    if is_ours(args):
         return
     if args.pipeline_model_parallel_size == 1:
         say(f"megatron-balance: {FLAG} has nothing to do: --pipeline-model-parallel-size is 1; training as stock")
@@ -52,30 +63,16 @@ def before_validation(args: Any, options: Options) -> None:
     if options.dry_run is not None:
         _pretend_world_size(args, options.dry_run)
     virtual_size = _virtual_size(args)
+    refuse_virtual_stages_of_blocks(args, virtual_size)
     args.num_layers_per_virtual_pipeline_stage = None
     args.num_virtual_stages_per_pipeline_rank = None
     registry.apply(PRINT_ARGS)
-    _write_layout(args, _provisional(args, virtual_size))
-
-
-_MARK = "balanced_pipeline_layout"  # beside Megatron's own argument: what we wrote there
-
-
-def _is_ours(args: Any) -> bool:
-    """Whether ``args`` were prepared before: tools validate the same arguments twice."""
-    return getattr(args, _LAYOUT, None) is not None and getattr(args, _LAYOUT) == getattr(args, _MARK, None)
-
-
-def _write_layout(args: Any, layout: str) -> None:
-    setattr(args, _LAYOUT, layout)
-    setattr(args, _MARK, layout)
+    write_split(args, _provisional(args, virtual_size))
 
 
 def _refuse_conflicts(args: Any) -> None:
     refuse_uncovered(vars(args))
-    layout = getattr(args, _LAYOUT, None)
-    if layout is not None:
-        raise BalanceError(f"{FLAG} plans the layout itself: leave out --pipeline-model-parallel-layout {layout}")
+    refuse_given_split(args)
     for name, value in (
         ("decoder-first-pipeline-num-layers", args.decoder_first_pipeline_num_layers),
         ("decoder-last-pipeline-num-layers", args.decoder_last_pipeline_num_layers),
@@ -94,7 +91,7 @@ def _refuse_conflicts(args: Any) -> None:
             "--num-layers-per-virtual-pipeline-stage and --num-virtual-stages-per-pipeline-rank both give the number of"
             " virtual stages: leave one out"
         )
-    if args.num_layers is None:
+    if args.num_layers is None and pattern_of(args) is None:
         raise BalanceError(f"{FLAG} needs --num-layers")
     for name in (
         "num_layers",
@@ -132,20 +129,21 @@ def _virtual_size(args: Any) -> int:
     per_stage = args.num_layers_per_virtual_pipeline_stage
     if per_stage is None:
         return 1
-    size = max(1, round(args.num_layers / (args.pipeline_model_parallel_size * per_stage)))
+    layers = num_layers(args)
+    size = max(1, round(layers / (args.pipeline_model_parallel_size * per_stage)))
     say(
         f"megatron-balance: --num-layers-per-virtual-pipeline-stage {per_stage} makes {size} virtual stage(s) a rank:"
-        f" {args.num_layers} layers / ({args.pipeline_model_parallel_size} ranks * {per_stage}), rounded"
+        f" {layers} layers / ({args.pipeline_model_parallel_size} ranks * {per_stage}), rounded"
     )
     return size
 
 
-def _provisional(args: Any, virtual_size: int) -> str:
-    """A layout with the right number of stages, layers spread evenly."""
-    stages = args.pipeline_model_parallel_size * virtual_size
-    least_layers(args.num_layers, stages)  # refuses more stages than elements
-    bounds = [args.num_layers * stage // stages for stage in range(stages + 1)]
-    return str(Layout.of([end - start for start, end in pairwise(bounds)], args.mtp_num_layers or 0))
+def _provisional(args: Any, virtual_size: int) -> Layout:
+    """A split into the right number of stages, layers spread evenly."""
+    stages, layers = args.pipeline_model_parallel_size * virtual_size, num_layers(args)
+    check_stages(layers, stages)  # refuses more stages than elements
+    bounds = [layers * stage // stages for stage in range(stages + 1)]
+    return Layout.of([end - start for start, end in pairwise(bounds)], args.mtp_num_layers or 0)
 
 
 # --- after the global variables ---------------------------------------------------------------------------------------
@@ -158,21 +156,24 @@ def after_globals(args: Any, options: Options) -> None:
         BalanceError: the model cannot be planned, or the plan file is of another job.
         SystemExit: the end of a dry run.
     """
-    if not _is_ours(args):  # one pipeline stage
+    if not is_ours(args):  # one pipeline stage
         stored_layout.check_without_flag(args)
         registry.apply(stored_layout.SAVE)
         return
-    layout, plan = stored_layout.layout_to_keep(args, options), None
-    if layout is None:
+    text, plan = stored_layout.layout_to_keep(args, options), None
+    if text is None:
         plan = _agreed_plan(args, options)
-        layout = plan.layout
-    _write_layout(args, layout)
+        text = plan.layout
+    layout = parse_layout(text)
+    write_split(args, layout)
     _update_wandb(args)
     registry.undo(PRINT_ARGS)
     if options.dry_run is None:
         print_deferred_arguments()
     if plan is not None:
         say(render_plan(plan))
+        if pattern_of(args) is not None:
+            say(f"  {split_flag(args, layout)}")
     if options.dry_run is not None:
         sys.exit(0)
     registry.apply(stored_layout.SAVE)
@@ -181,7 +182,7 @@ def after_globals(args: Any, options: Options) -> None:
 def _agreed_plan(args: Any, options: Options) -> Plan:
     """Rank 0's plan, checked to be for the job that this rank was started for."""
     model, topology = ModelSpec.from_arguments(vars(args)), _topology(args)
-    holds_for = {**model.fingerprint, **_given_costs(options)}
+    holds_for = {**model.fingerprint, **_given(options)}
     if options.costs_kind == PROFILE:
         say_devices()
     plan = Plan.from_json(
@@ -191,13 +192,19 @@ def _agreed_plan(args: Any, options: Options) -> Plan:
     return plan
 
 
-def _given_costs(options: Options) -> dict[str, str]:
-    """The costs on the command line: part of what a stored plan was made for."""
+def _given(options: Options) -> dict[str, str]:
+    """Costs and wishes on the command line: part of what a stored plan was made for."""
     weights = {"embedding_weight": options.embedding_weight, "head_weight": options.head_weight}
     given = {name: f"{weight[0]:g},{weight[1]:g}" for name, weight in weights.items() if weight is not None}
     if options.costs_kind not in (PROFILE, ANALYTIC):
         content = read_text(options.costs, f"the costs file {options.costs}")
         given["costs_file"] = hashlib.sha256(content.encode()).hexdigest()[:16]
+    if options.mtp_placement == LAST:
+        given["mtp_placement"] = LAST
+    if options.memory.gigabytes is not None:
+        given["memory_gb"] = f"{options.memory.gigabytes:g}"
+    if options.memory.like is not None:
+        given["memory_like"] = options.memory.like
     return given
 
 
@@ -213,11 +220,41 @@ def _decide(args: Any, options: Options, model: ModelSpec, topology: Topology, h
     costs = costs_of_job(args, options, model, topology)
     costs = costs.with_weights(options.embedding_weight, options.head_weight)
     say(f"megatron-balance: planning {topology.num_stages} stages on costs {costs.source} ...")
-    plan = make_plan(costs, topology, holds_for, model.mtp_num_layers)
+    plan = _plan_within_memory(args, options, model, topology, costs, holds_for)
     if path is not None:
         save_plan(path, plan)
         say(f"megatron-balance: plan written to {path}")
     return plan
+
+
+def _plan_within_memory(
+    args: Any,
+    options: Options,
+    model: ModelSpec,
+    topology: Topology,
+    costs: ChainCosts,
+    holds_for: Mapping[str, Scalar],
+) -> Plan:
+    """A plan that fits the memory asked for, or by the estimate the device's, which does not keep a job from starting."""
+    make = functools.partial(
+        plan_job,
+        costs,
+        model,
+        topology,
+        vars(args),
+        holds_for,
+        wish=options.memory,
+        mtp_stages=mtp_stages(args, options, topology),
+        allow_empty=may_leave_empty(args, topology),
+        say=lambda text: say(f"megatron-balance: {text}"),
+    )
+    if options.memory.is_given:
+        return make().plan
+    try:
+        return make(device=device_of_job(options)).plan
+    except MemoryLack as lack:
+        say(f"megatron-balance: planning without a limit of memory, as the estimate leaves no split: {lack}")
+        return make().plan
 
 
 def _check_costs(options: Options, plan: Plan, path: str) -> None:
@@ -259,6 +296,7 @@ def _topology(args: Any) -> Topology:
         context_size=args.context_parallel_size,
         data_size=args.data_parallel_size,
         microbatch_group_size=getattr(args, "microbatch_group_size_per_vp_stage", None),
+        overlap_moe=bool(getattr(args, "overlap_moe_expert_parallel_comm", False)),
     )
 
 
@@ -266,7 +304,8 @@ def _update_wandb(args: Any) -> None:
     from megatron.training import global_vars
 
     if (wandb := global_vars.get_wandb_writer()) is not None:
-        wandb.config.update({_LAYOUT: getattr(args, _LAYOUT)}, allow_val_change=True)
+        name = argument_of(args)
+        wandb.config.update({name: getattr(args, name)}, allow_val_change=True)
 
 
 # --- Megatron's table of arguments ------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ import hashlib
 import importlib.util
 import sys
 import time
-from dataclasses import fields
+from dataclasses import fields, replace
 from enum import Enum
 from itertools import groupby
 from operator import itemgetter
@@ -18,7 +18,7 @@ import torch
 from megatron_balance import cpu
 from megatron_balance.costs.analytic import analytic_costs
 from megatron_balance.costs.chain import ChainCosts
-from megatron_balance.costs.devices import device_named
+from megatron_balance.costs.devices import Device, device_named
 from megatron_balance.costs.table import CostTable, load_costs, save_costs, shapes_of
 from megatron_balance.errors import BalanceError
 from megatron_balance.megatron.agreement import gather_on_rank_0
@@ -84,9 +84,17 @@ def _span(ranks: list[int]) -> str:
     return f"ranks {ranks[0]} to {ranks[-1]}" if len(ranks) > 1 else f"rank {ranks[0]}"
 
 
+def device_of_job(options: Options) -> Device:
+    """The device asked for, or the one here, with the memory that it really has."""
+    if options.device is not None:
+        return options.device
+    if not torch.cuda.is_available():
+        return device_named("cpu")
+    return replace(device_named(device_name()), memory_bytes=float(torch.cuda.get_device_properties().total_memory))
+
+
 def _estimated(options: Options, model: ModelSpec, topology: Topology) -> ChainCosts:
-    here = device_name() if torch.cuda.is_available() else "cpu"
-    return analytic_costs(model, topology, options.device or device_named(here))
+    return analytic_costs(model, topology, device_of_job(options))
 
 
 def _measured(args: Any, model: ModelSpec, topology: Topology) -> CostTable:

@@ -1,7 +1,7 @@
 """Pretrain a GPT with an installed megatron-core alone: `pretrain_gpt.py` for those who have no Megatron-LM checkout.
 
 Takes the flags of Megatron-LM's script of the same version (0.18 and newer), without ModelOpt, which no wheel carries; run by
-`python -m megatron_balance.run`.
+`python -m megatron_balance.run`. With `--hybrid-layer-pattern` and `--spec` it trains a hybrid model (0.19 and newer).
 """
 
 from __future__ import annotations
@@ -131,7 +131,9 @@ def main() -> None:
     args = parse_and_validate_args(args_defaults={"tokenizer_type": "GPT2BPETokenizer"})
     options: dict[str, Any] = {"store": store, "get_embedding_ranks": embedding_ranks}
     if hasattr(argument_utils, "gpt_config_from_args"):  # since 0.19 Megatron builds the model itself
-        config = argument_utils.pretrain_cfg_container_from_args(args, argument_utils.gpt_config_from_args(args))
+        hybrid = getattr(args, "hybrid_layer_pattern", None) is not None
+        make_config = argument_utils.hybrid_config_from_args if hybrid else argument_utils.gpt_config_from_args
+        config = argument_utils.pretrain_cfg_container_from_args(args, make_config(args))
     else:
         config = argument_utils.pretrain_cfg_container_from_args(args)
         options["model_provider"] = build_model

@@ -25,6 +25,7 @@ from megatron_balance.megatron.found_checkpoint import (
     text_beside,
 )
 from megatron_balance.megatron.registry import Hook
+from megatron_balance.megatron.split_arguments import split_flag
 from megatron_balance.pipeline.stored import FILE_NAME, StoredLayout, layout_of_arguments
 from megatron_balance.reporting import global_rank, say
 
@@ -184,7 +185,7 @@ def check_without_flag(args: Any) -> None:
         raise BalanceError(
             f"this job has the pipeline layout {own}, but the checkpoint {checkpoint.folder} was saved with {stored} on"
             f" {stored.shape}, and {checkpoint.tied_by}: on these, give {FLAG} to keep the stored layout, or"
-            f" {_LAYOUT_FLAG} '{stored}' without {_VIRTUAL_FLAGS}; or {checkpoint.remedy}"
+            f" {split_flag(args, stored.layout)} without {_VIRTUAL_FLAGS}; or {checkpoint.remedy}"
         )
     if checkpoint.with_optimizer:
         say(
@@ -223,7 +224,7 @@ def _keep(call: dict[str, Any]) -> None:
     write_atomically(path, stored.to_json())
     _say_once(
         f"megatron-balance: the layout is kept beside each checkpoint ({FILE_NAME}); a resume without {FLAG} needs"
-        f" {_LAYOUT_FLAG} '{stored}', and neither of {_VIRTUAL_FLAGS}"
+        f" {split_flag(args, stored.layout)}, and neither of {_VIRTUAL_FLAGS}"
     )
 
 

@@ -34,9 +34,23 @@ class Layout:
     mtp: tuple[int, ...]
 
     @classmethod
-    def of(cls, layers: Sequence[int], mtp_num_layers: int = 0) -> Layout:
-        """The layout with the multi-token-prediction layers beside the head, where every Megatron accepts them."""
-        return cls(tuple(layers), (0,) * (len(layers) - 1) + (mtp_num_layers,))
+    def of(cls, layers: Sequence[int], mtp_num_layers: int = 0, mtp_stage: int | None = None) -> Layout:
+        """The layout with the multi-token-prediction layers in ``mtp_stage``; None: beside the head, where every Megatron
+        accepts them.
+        """
+        mtp = [0] * len(layers)
+        mtp[-1 if mtp_stage is None else mtp_stage] = mtp_num_layers
+        return cls(tuple(layers), tuple(mtp))
+
+    @property
+    def mtp_stage(self) -> int:
+        """The stage of the multi-token-prediction layers; the last where there are none."""
+        return next((stage for stage, count in enumerate(self.mtp) if count), len(self.mtp) - 1)
+
+    def empty_ranks(self, pipeline_size: int) -> list[int]:
+        """Pipeline ranks between the first and the last that hold nothing."""
+        held = [layers + mtp for layers, mtp in zip(self.layers, self.mtp, strict=True)]
+        return [rank for rank in range(1, pipeline_size - 1) if not any(held[rank::pipeline_size])]
 
     def __str__(self) -> str:
         """The string for Megatron: fully expanded, which all versions read alike."""

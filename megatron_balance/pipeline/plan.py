@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
@@ -17,13 +18,14 @@ from megatron_balance.errors import BalanceError
 from megatron_balance.files import read_text, write_text
 from megatron_balance.pipeline.chain import stage_costs, uniform_layers
 from megatron_balance.pipeline.layout import Layout
-from megatron_balance.pipeline.search import find_split
+from megatron_balance.pipeline.memory import MemoryLimit, rank_peaks
+from megatron_balance.pipeline.search import NEAR, find_split
 from megatron_balance.reading import Scalar
 from megatron_balance.schedule.simulate import Simulator
 from megatron_balance.topology import Topology
 
 _FORMAT = "megatron-balance plan"
-_FORMAT_VERSION = 2  # 1 had no update_s
+_FORMAT_VERSION = 3  # 1 had no update_s, 2 neither mtp_stage nor memory
 _REMEDY = "delete it to plan afresh, or pass another"
 
 
@@ -56,7 +58,8 @@ class Plan:
     Attributes:
         topology: sizes of the job.
         stages: in the order in which data passes them; stage ``chunk * PP + rank`` is chunk ``chunk`` of that rank.
-        mtp_num_layers: multi-token-prediction layers, all in the last stage; part of the head's cost.
+        mtp_num_layers: multi-token-prediction layers.
+        mtp_stage: the stage that holds all of them; the last where there are none.
         embedding_in_layers, head_in_layers: (forward, backward) cost in mean layers.
         costs_source: where the costs come from.
         p2p_s: seconds that a transfer between stages was taken to last.
@@ -64,6 +67,9 @@ class Plan:
         even_step_s: the same if the work could be cut into equal stages.
         uniform_step_s: the same with Megatron's uniform split; None where Megatron refuses it.
         bound_s: seconds that no split with whole layers can beat.
+        proven: the bound shows that no split is noticeably faster.
+        peak_bytes: memory of each pipeline rank at its fullest; None where it is not known.
+        limit_bytes: that a rank's memory was not to exceed; None for no limit.
         limited_by: a sentence on what keeps the step from being shorter.
         fingerprinted: names and values of the model, data and hardware that the plan holds for.
         created_by: version of this package.
@@ -72,6 +78,7 @@ class Plan:
     topology: Topology
     stages: tuple[Stage, ...]
     mtp_num_layers: int
+    mtp_stage: int
     embedding_in_layers: tuple[float, float]
     head_in_layers: tuple[float, float]
     costs_source: str
@@ -80,6 +87,9 @@ class Plan:
     even_step_s: float
     uniform_step_s: float | None
     bound_s: float
+    proven: bool
+    peak_bytes: tuple[float, ...] | None
+    limit_bytes: float | None
     limited_by: str
     fingerprinted: Mapping[str, Scalar]
     created_by: str
@@ -90,9 +100,14 @@ class Plan:
         return tuple(stage.layers for stage in self.stages)
 
     @property
+    def split(self) -> Layout:
+        """What each stage holds."""
+        return Layout.of(self.layers, self.mtp_num_layers, self.mtp_stage)
+
+    @property
     def layout(self) -> str:
         """The value for ``--pipeline-model-parallel-layout``."""
-        return str(Layout.of(self.layers, self.mtp_num_layers))
+        return str(self.split)
 
     @property
     def fingerprint(self) -> str:
@@ -177,6 +192,12 @@ def make_plan(
     fingerprinted: Mapping[str, Scalar],
     mtp_num_layers: int = 0,
     p2p_s: float = 0.0,
+    *,
+    memory: MemoryLimit | None = None,
+    allow_empty: bool = False,
+    mtp_stages: Sequence[int] | None = None,
+    starts: Sequence[Sequence[int]] = (),
+    say: Callable[[str], None] = lambda text: None,
 ) -> Plan:
     """Search the split and say what it gives.
 
@@ -184,22 +205,24 @@ def make_plan(
         costs: of embedding, layers and head, for one micro-batch of this topology.
         topology: sizes of the job.
         fingerprinted: names and values of the model, data and hardware that the plan holds for.
-        mtp_num_layers: multi-token-prediction layers; their cost is in ``costs.head``.
+        mtp_num_layers: multi-token-prediction layers.
         p2p_s: seconds that a transfer between stages takes.
+        memory, allow_empty, mtp_stages, starts, say: as for ``find_split``.
 
     Raises:
-        BalanceError: more stages than elements, or a schedule that Megatron refuses.
+        BalanceError: more stages than elements, a schedule that Megatron refuses, or no split fits the memory.
     """
     simulator = Simulator(topology, p2p_s)
-    split = find_split(costs, simulator)
+    split = find_split(
+        costs, simulator, memory=memory, allow_empty=allow_empty, mtp_stages=mtp_stages, starts=starts, say=say
+    )
     uniform = uniform_layers(len(costs.layers), topology.num_stages)
-    uniform_step_s = None if uniform is None else _step_s(simulator, stage_costs(costs, uniform))
-    layers, step_s = split.layers, _step_s(simulator, stage_costs(costs, split.layers))
-    if uniform_step_s is not None and uniform_step_s < step_s:  # by its update, which the search does not see
-        layers, step_s = uniform, uniform_step_s
-    stages = stage_costs(costs, layers)
+    uniform_step_s = None if uniform is None else step_seconds(simulator, stage_costs(costs, uniform))
+    layers, mtp_stage = split.layers, split.mtp_stage
+    stages = stage_costs(costs, layers, mtp_stage)
+    step_s = step_seconds(simulator, stages)
     even = (costs.total * (1 / topology.num_stages),) * topology.num_stages
-    even_step_s, even_update_s = _step_s(simulator, even), _update_s(even, topology.pipeline_size)
+    even_step_s, even_update_s = step_seconds(simulator, even), _update_s(even, topology.pipeline_size)
     return Plan(
         topology=topology,
         stages=tuple(
@@ -207,6 +230,7 @@ def make_plan(
             for stop, count, stage in zip(np.cumsum(layers), layers, stages, strict=True)
         ),
         mtp_num_layers=mtp_num_layers,
+        mtp_stage=mtp_stage,
         embedding_in_layers=costs.in_layers(costs.embedding),
         head_in_layers=costs.in_layers(costs.head),
         costs_source=costs.source,
@@ -214,9 +238,17 @@ def make_plan(
         step_s=step_s,
         even_step_s=even_step_s,
         uniform_step_s=uniform_step_s,
-        bound_s=min(split.bound_s + even_update_s, step_s),
+        bound_s=min(split.bound_s, step_s),
+        proven=split.proven or step_s <= split.bound_s * (1 + NEAR),
+        peak_bytes=None if memory is None else tuple(rank_peaks(memory.chain, topology, layers, mtp_stage).tolist()),
+        limit_bytes=None if memory is None or memory.limit_bytes == math.inf else float(memory.limit_bytes),
         limited_by=_limited_by(
-            costs, topology, layers, step_s - _update_s(stages, topology.pipeline_size), even_step_s - even_update_s
+            costs,
+            stages,
+            topology,
+            layers,
+            step_s - _update_s(stages, topology.pipeline_size),
+            even_step_s - even_update_s,
         ),
         fingerprinted=dict(fingerprinted),
         created_by=f"megatron_balance {__version__}",
@@ -251,7 +283,7 @@ def load_plan(path: str | os.PathLike[str]) -> Plan:
     return Plan.from_json(read_text(path, name), name)
 
 
-def _step_s(simulator: Simulator, stages: tuple[ElementCost, ...]) -> float:
+def step_seconds(simulator: Simulator, stages: Sequence[ElementCost]) -> float:
     """The pipeline's seconds, and after it, when the gradient norm has made all ranks meet, those of the longest update."""
     pipeline_s = simulator.step_s([stage.forward_s for stage in stages], [stage.backward_s for stage in stages])
     return pipeline_s + _update_s(stages, simulator.topology.pipeline_size)
@@ -262,7 +294,12 @@ def _update_s(stages: Sequence[Stage | ElementCost], pipeline_size: int) -> floa
 
 
 def _limited_by(
-    costs: ChainCosts, topology: Topology, layers: tuple[int, ...], step_s: float, even_step_s: float
+    costs: ChainCosts,
+    stages: Sequence[ElementCost],
+    topology: Topology,
+    layers: tuple[int, ...],
+    step_s: float,
+    even_step_s: float,
 ) -> str:
     """What keeps the step, the update left out, from being shorter: an indivisible element, whole layers, or the bubble."""
     if topology.num_stages == 1:
@@ -276,7 +313,7 @@ def _limited_by(
                 f"stage {even_layers:.2f}; fewer stages, or tensor parallelism, would help"
             )
     if step_s > 1.005 * even_step_s:
-        largest = max(stage.total_s for stage in stage_costs(costs, layers)) / layer_s
+        largest = max(stage.total_s for stage in stages) / layer_s
         return (
             f"whole layers: an even stage would take {even_layers:.2f} layers, the largest takes {largest:.2f} and the "
             f"step {100 * (step_s / even_step_s - 1):.1f} % longer"
@@ -292,17 +329,17 @@ def _read_plan(values: dict[str, Any]) -> Plan:
     plan = Plan(**{key: reader(values[key], key) for key, reader in _READERS.items()})
     stages = f"{plan.topology.num_stages} stages, as the topology has"
     reading.checked(len(plan.stages), "the number of stages", len(plan.stages) == plan.topology.num_stages, stages)
+    reading.checked(plan.mtp_stage, "mtp_stage", plan.mtp_stage < len(plan.stages), f"below {len(plan.stages)}")
     for key, expected in (("layout", plan.layout), ("fingerprint", plan.fingerprint)):
         reading.checked(values[key], key, values[key] == expected, f"{expected!r}, as the other values have it")
     return plan
 
 
 def _read_topology(value: Any, key: str) -> Topology:
-    sizes = {field.name: reading.count for field in fields(Topology)}
+    readers: dict[str, reading.Reader] = {field.name: reading.count for field in fields(Topology)}
+    readers |= {"microbatch_group_size": reading.optional(reading.count), "overlap_moe": reading.flag}
     try:
-        return Topology(
-            **reading.mapping(value, key, {**sizes, "microbatch_group_size": reading.optional(reading.count)})
-        )
+        return Topology(**reading.mapping(value, key, readers))
     except BalanceError as error:
         raise reading.DamageError(f"is damaged: {key} is impossible ({error})") from error
 
@@ -330,6 +367,7 @@ _READERS: dict[str, reading.Reader] = {
     "topology": _read_topology,
     "stages": _read_stages,
     "mtp_num_layers": reading.count,
+    "mtp_stage": reading.count,
     "embedding_in_layers": reading.pair,
     "head_in_layers": reading.pair,
     "costs_source": reading.text,
@@ -338,6 +376,9 @@ _READERS: dict[str, reading.Reader] = {
     "even_step_s": reading.positive,
     "uniform_step_s": reading.optional(reading.positive),
     "bound_s": reading.number,
+    "proven": reading.flag,
+    "peak_bytes": reading.optional(reading.numbers),
+    "limit_bytes": reading.optional(reading.number),
     "limited_by": reading.text,
     "fingerprinted": reading.scalars,
     "created_by": reading.text,

@@ -7,60 +7,76 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from megatron_balance.costs.chain import ChainCosts
-from megatron_balance.pipeline.chain import end_costs, least_layers, prefix_costs
-from megatron_balance.topology import Topology
+from megatron_balance.pipeline.case import Case
 
 
-def starting_splits(costs: ChainCosts, topology: Topology) -> np.ndarray:
-    """Layers of each stage for several splits without empty stages, int64 of shape [count, stages].
-
-    Raises:
-        BalanceError: more stages than elements.
-    """
-    num_layers, stages = len(costs.layers), topology.num_stages
-    least = least_layers(num_layers, stages)
-    if stages == 1:
-        return np.array([[num_layers]], dtype=np.int64)
-    splits = [
-        *_flags(num_layers, stages),
-        *_rows(num_layers, topology, round(sum(costs.in_layers(costs.head)) / 2)),
-        *_smallest_maximum(costs, least),
-    ]
-    return np.array([split for split in splits if (split >= least).all()], dtype=np.int64)
-
-
-def _flags(num_layers: int, stages: int) -> Iterator[np.ndarray]:
+def megatron_splits(num_layers: int, num_stages: int) -> Iterator[np.ndarray]:
     """Megatron's uniform split, and those in which embedding, loss or both count as a layer."""
     for embedding in (0, 1):
         for loss in (0, 1):
-            if (num_layers + embedding + loss) % stages == 0:
-                split = np.full(stages, (num_layers + embedding + loss) // stages)
+            if num_stages > 1 and (num_layers + embedding + loss) % num_stages == 0:
+                split = np.full(num_stages, (num_layers + embedding + loss) // num_stages)
                 split[0] -= embedding
                 split[-1] -= loss
                 yield split
 
 
-def _rows(num_layers: int, topology: Topology, head_layers: int) -> Iterator[np.ndarray]:
-    """One level a chunk row, the last stage lightened by the head, what is left over from the last row's start on.
+def starting_splits(case: Case) -> np.ndarray:
+    """Layers of each stage for several splits within the limits of the layers, int64 of shape [count, stages]."""
+    num_layers, stages = len(case.costs.layers), case.topology.num_stages
+    least, _ = case.limits
+    if stages == 1:
+        return np.array([[num_layers]], dtype=np.int64)
+    open_stages = case.mtp_stage + 1  # those behind multi-token prediction hold nothing
+    splits = [
+        _padded(split, stages)
+        for split in (
+            *_rows(num_layers, open_stages, case.topology.pipeline_size),
+            *_smallest_maximum(case, open_stages),
+        )
+    ]
+    splits = np.array([*megatron_splits(num_layers, stages), *splits, _front(num_layers, least)], dtype=np.int64)
+    return np.unique(splits[case.admits(splits)], axis=0)
 
-    The other variant counts the head as nothing; it always exists, which keeps the list from being empty.
+
+def _padded(split: np.ndarray, stages: int) -> np.ndarray:
+    return np.pad(split, (0, stages - split.size))
+
+
+def _front(num_layers: int, least: np.ndarray) -> np.ndarray:
+    """As few layers as may be in all stages but the first, so that there is a start at all."""
+    split = least.copy()
+    split[0] += num_layers - split.sum()
+    return split
+
+
+def _rows(num_layers: int, stages: int, ranks: int) -> Iterator[np.ndarray]:
+    """One level in all stages, the last stage lightened by so many layers, what is left over in turn to one row.
+
+    It goes to the last chunk row's first ranks, faster and lighter in interleaved schedules than the first's, or to that.
     """
-    stages = topology.num_stages
-    for relief in (head_layers, 0):
-        level = min((num_layers + relief) // stages, num_layers // (stages - 1))
+    turn = np.arange(stages)
+    from_last_row = np.concatenate(
+        [turn[stages - stages % ranks :], *(turn[: stages - stages % ranks].reshape(-1, ranks)[::-1])]
+    )
+    for relief in range(num_layers // max(stages - 1, 1) + 1):
+        level = min((num_layers + relief) // stages, num_layers // max(stages - 1, 1))
         split = np.full(stages, level)
         split[-1] -= min(relief, level)
-        turn = np.arange(stages).reshape(-1, topology.pipeline_size)[::-1].ravel()
-        split[turn[: num_layers - split.sum()]] += 1
-        yield split
+        left_over = num_layers - split.sum()
+        if 0 <= left_over <= stages:
+            for order in (from_last_row, turn):
+                filled = split.copy()
+                filled[order[:left_over]] += 1
+                yield filled
 
 
-def _smallest_maximum(costs: ChainCosts, least: np.ndarray) -> Iterator[np.ndarray]:
+def _smallest_maximum(case: Case, stages: int) -> Iterator[np.ndarray]:
     """Splits with the smallest possible largest stage, filled from the front and filled from the back."""
-    before = prefix_costs(costs).sum(axis=0)
-    ends = end_costs(costs, least.size).sum(axis=0)
-    caps = np.unique(before[None, :] - before[:, None] + ends[[0, least.size // 2, -1], None, None])
+    least = case.limits[0][:stages]
+    before = case.problem.before.sum(axis=0)
+    ends = case.problem.ends[0].sum(axis=0)[:stages]
+    caps = np.unique(before[None, :] - before[:, None] + np.unique(ends)[:, None, None])
     cap = caps[bisect_left(caps, True, key=lambda cap: _filled(before, ends, least, cap) is not None)]
     yield _filled(before, ends, least, cap)
     yield _filled((before[-1] - before)[::-1], ends[::-1], least[::-1], cap)[::-1]

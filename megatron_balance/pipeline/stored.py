@@ -92,18 +92,22 @@ def _read(values: Mapping[str, Any]) -> StoredLayout:
 
 
 def layout_of_arguments(arguments: Mapping[str, Any]) -> StoredLayout | None:
-    """The layout that Megatron builds from validated arguments; None where it cannot be told, as for hybrid models.
+    """The layout that Megatron builds from validated arguments; None where it cannot be told.
+
+    A hybrid model has none in its arguments, but borders of stages in its pattern of layers, which stand for one.
 
     Args:
         arguments: Megatron's, by name, of this job or out of a checkpoint.
     """
-    if any(arguments.get(name) is not None for name in ("hybrid_layer_pattern", "hybrid_override_pattern")):
-        return None
     num_layers, ranks = arguments.get("num_layers"), arguments.get("pipeline_model_parallel_size")
     if not num_layers or not ranks:
         return None
     virtual_size = arguments.get("virtual_pipeline_model_parallel_size") or 1
     text = arguments.get("pipeline_model_parallel_layout")
+    pattern = arguments.get("hybrid_layer_pattern") or arguments.get("hybrid_override_pattern") or ""
+    stages = pattern.partition("/")[0].split("|")
+    if len(stages) > 1:
+        text = str(Layout.of([len(stage) for stage in stages], arguments.get("mtp_num_layers") or 0))
     try:
         layout = (
             Layout.of(_without_layout(arguments, num_layers, ranks, virtual_size), arguments.get("mtp_num_layers") or 0)

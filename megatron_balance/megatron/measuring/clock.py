@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -17,9 +18,9 @@ _PURPOSE = "measuring costs"
 
 @dataclass(frozen=True)
 class PassTimes:
-    """One micro-batch: seconds of embedding, layer 0, 1, ..., head, shape [layers + 2] each way.
+    """One micro-batch: seconds of embedding, layer 0, 1, ..., head and, where there is any, multi-token prediction.
 
-    The embedding's include fetching the batch, the head's the loss.
+    Shape [layers + 2] or [layers + 3] each way. The embedding's include fetching the batch, the head's the losses.
     """
 
     forward_s: tuple[float, ...]
@@ -28,7 +29,7 @@ class PassTimes:
 
 @dataclass
 class _Pass:
-    """Events of one micro-batch by border: 0 to n + 2 forward, and backward those that have a gradient of their own."""
+    """Events of one micro-batch by border: all of them forward, and backward those that have a gradient of their own."""
 
     forward: dict[int, Any] = field(default_factory=dict)
     backward: dict[int, Any] = field(default_factory=dict)
@@ -39,12 +40,16 @@ class Clock:
 
     Element e lies between the borders e and e + 1. Forward, a border is passed when the module behind it starts; backward,
     when the gradient of the tensor there is ready. Events cost no synchronisation within a step.
+
+    Multi-token prediction stands inside the head: behind the final norm, before the output layer and the losses, all of
+    them in a stage of several where it stands in another.
     """
 
     def __init__(self) -> None:
         self._passes: list[_Pass] = []
         self._is_forward = False
         self._elements = 0
+        self._mtp_inside_head = False
 
     def hooks(self) -> tuple[Hook, ...]:
         """What has to be hooked for the first and the last border."""
@@ -54,12 +59,18 @@ class Clock:
         )
 
     def watch(self, model: Any) -> None:
-        """Hook the modules of a `GPTModel` that holds embedding, layers and head."""
-        layers, head = list(model.decoder.layers), model.decoder.final_layernorm
-        self._elements = len(layers) + 2
+        """Hook the modules of a `GPTModel` or `HybridModel` that holds embedding, layers and head."""
+        decoder = model.decoder
+        modules = [*decoder.layers, decoder.final_norm if hasattr(decoder, "final_norm") else decoder.final_layernorm]
+        self._mtp_inside_head = splits_head(model)
+        if self._mtp_inside_head:
+            behind = len(modules) + 2
+            model.mtp.register_forward_hook(lambda module, inputs, output: self._behind(behind, output))
+            modules.append(model.mtp)
+        self._elements = len(modules) + 1 + self._mtp_inside_head
         # Where layers are recomputed the first one's input may be another tensor than the embedding's output.
         model.embedding.register_forward_hook(lambda module, inputs, output: self._await_gradient(1, output))
-        for border, module in enumerate([*layers, head], start=1):
+        for border, module in enumerate(modules, start=1):
             module.register_forward_pre_hook(self._before(border), with_kwargs=True)
 
     def read(self) -> list[PassTimes]:
@@ -90,11 +101,15 @@ class Clock:
 
     def _before(self, border: int) -> Callable[..., None]:
         def mark(module: Any, args: tuple, kwargs: dict[str, Any]) -> None:
-            if self._is_forward:  # not where a backward pass recomputes
-                self._mark(border)
-                self._await_gradient(border, kwargs.get("hidden_states", args[0] if args else None))
+            self._behind(border, kwargs.get("hidden_states", args[0] if args else None))
 
         return mark
+
+    def _behind(self, border: int, tensor: Any) -> None:
+        """Mark the border both ways: ``tensor`` is what passes it."""
+        if self._is_forward:  # not where a backward pass recomputes
+            self._mark(border)
+            self._await_gradient(border, tensor)
 
     def _await_gradient(self, border: int, tensor: Any) -> None:
         """Mark the border backward when the gradient of ``tensor`` is ready; where it has none, it is recomputed."""
@@ -109,7 +124,13 @@ class Clock:
 
     def _times(self, one: _Pass) -> PassTimes:
         forward_s = tuple(_seconds(one.forward[e], one.forward[e + 1]) for e in range(self._elements))
-        return PassTimes(forward_s, tuple(self._backward_s(one, forward_s)))
+        return PassTimes(self._in_order(forward_s), self._in_order(self._backward_s(one, forward_s)))
+
+    def _in_order(self, seconds: Sequence[float]) -> tuple[float, ...]:
+        if not self._mtp_inside_head:
+            return tuple(seconds)
+        *chain, norm, mtp, losses = seconds
+        return (*chain, norm + losses, mtp)
 
     def _backward_s(self, one: _Pass, forward_s: Sequence[float]) -> list[float]:
         """Between borders without a gradient of their own (full recomputation) the time is dealt out as forward."""
@@ -118,6 +139,12 @@ class Clock:
             elapsed_s, forward = _seconds(one.backward[stop], one.backward[start]), forward_s[start:stop]
             backward_s += [elapsed_s * part / sum(forward) for part in forward]
         return backward_s
+
+
+def splits_head(model: Any) -> bool:
+    """Whether ``model`` has a multi-token prediction that ends before the output layer, so that it can be told from the head."""
+    mtp = getattr(model, "mtp", None)
+    return mtp is not None and "output_layer" not in inspect.signature(mtp.forward).parameters
 
 
 def _seconds(start: Any, end: Any) -> float:

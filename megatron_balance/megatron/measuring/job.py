@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 import inspect
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,7 +15,7 @@ import torch.distributed as dist
 
 from megatron_balance.costs.table import lengths_to_cost, shapes_of
 from megatron_balance.megatron.measuring.software import local_device
-from megatron_balance.model import LayerKind, ModelSpec, layer_kinds
+from megatron_balance.model import LayerKind, ModelSpec, hybrid_pattern, layer_kinds
 from megatron_balance.reading import Scalar
 from megatron_balance.topology import Topology
 
@@ -160,7 +162,12 @@ def shrink(args: Any, full_length_passes: int) -> Shrunk:
         full_length_passes: micro-batches of a step with the job's own sequence length.
     """
     before = dict(vars(args))
-    layers = tuple(kind for kind in dict.fromkeys(layer_kinds(before)) for _ in range(_COPIES))
+    *_, last = kinds_given = layer_kinds(before)
+    kinds = [
+        *(kind for kind in dict.fromkeys(kinds_given) if kind != last),
+        last,
+    ]  # multi-token prediction repeats the last
+    layers = tuple(kind for kind in kinds for _ in range(_COPIES))
     own = args.seq_length if args.seq_length is not None else args.encoder_seq_length
     *shorter, _ = lengths_to_cost(own, _microbatch(before))
     lengths = (*[own] * full_length_passes, *shorter)
@@ -168,7 +175,7 @@ def shrink(args: Any, full_length_passes: int) -> Shrunk:
     for name, value in {**_OVERRIDES, **ours}.items():
         if name in before:
             setattr(args, name, value)
-    _build_layers(args, layers)
+    _build_layers(args, kinds_given, layers)
     if (
         args.recompute_method == "block"
     ):  # all layers alike; `CostTable.chain` takes off what a stage does not recompute
@@ -182,13 +189,32 @@ def shrink(args: Any, full_length_passes: int) -> Shrunk:
     return Shrunk(layers, lengths, args.micro_batch_size, given)
 
 
-def _build_layers(args: Any, layers: Sequence[LayerKind]) -> None:
-    setattr(args, "num_layers" if args.num_layers is not None else "encoder_num_layers", len(layers))
-    if any(kind.moe for kind in layers):
-        args.moe_layer_freq = [int(kind.moe) for kind in layers]
-        _keep_local_experts(args)
+def _build_layers(args: Any, given: Sequence[LayerKind], layers: Sequence[LayerKind]) -> None:
+    """Have Megatron build ``layers``, each like one of those ``given``."""
+    pattern = hybrid_pattern(vars(args))
     if any(kind.window is not None for kind in layers):
         args.window_attn_skip_freq = [int(kind.window is not None) for kind in layers]
+    if args.num_experts:
+        _keep_local_experts(args)
+    if pattern is not None:  # a hybrid model: a letter a layer; multi-token prediction stays
+        letters = dict(zip(given, pattern.letters, strict=True))
+        args.num_layers = None  # Megatron counts the letters
+        args.hybrid_layer_pattern = str(replace(pattern, stages=("".join(letters[kind] for kind in layers),)))
+        args.hybrid_override_pattern = args.mtp_hybrid_override_pattern = None
+        return
+    setattr(args, "num_layers" if args.num_layers is not None else "encoder_num_layers", len(layers))
+    if text := _block_settings(args):  # a configuration a layer
+        settings = json.loads(text)
+        blocks = dict(zip(given, settings["block_configs"], strict=True))
+        settings |= {"block_configs": [blocks[kind] for kind in layers], "num_hidden_layers": len(layers)}
+        args.heterogeneous_layers_config_encoded_json = json.dumps(settings)
+    if any(kind.moe for kind in layers):
+        args.moe_layer_freq = [int(kind.moe) for kind in layers]
+
+
+def _block_settings(args: Any) -> str | None:
+    text, path = (getattr(args, f"heterogeneous_layers_config_{what}", None) for what in ("encoded_json", "path"))
+    return text or (Path(path).read_text() if path else None)
 
 
 def _microbatch(arguments: Mapping[str, Any]) -> Topology:

@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron_balance import __version__
 from megatron_balance.costs.table import CostTable, ElementRow, LayerRow, LengthRow
-from megatron_balance.megatron.measuring.clock import PassTimes
+from megatron_balance.megatron.measuring.clock import PassTimes, splits_head
 from megatron_balance.megatron.measuring.job import Shrunk
 from megatron_balance.megatron.measuring.software import device_name, software
 
@@ -28,7 +28,11 @@ class Samples:
         self._outside_s: list[float] = []
         layers = [_parameters(layer) for layer in model.decoder.layers]
         self._total, embedding = _parameters(model), _parameters(model.embedding)
-        self._of_element = [embedding, *layers, self._total - embedding - sum(layers)]
+        self._has_mtp = splits_head(model)
+        mtp = _parameters(model.mtp) if self._has_mtp else 0
+        self._of_element = [embedding, *layers, self._total - embedding - sum(layers) - mtp]
+        if self._has_mtp:
+            self._of_element.append(mtp + embedding)  # its stage has a word embedding of its own
 
     def add(self, passes: Sequence[PassTimes], step_s: float) -> None:
         """Take in one step: its micro-batches in order, and the seconds of all of it."""
@@ -49,6 +53,7 @@ class Samples:
                 for kind in dict.fromkeys(kinds)
             },
             head=self._element(full, [len(kinds) + 1]),
+            mtp=self._element(full, [len(kinds) + 2]) if self._has_mtp else None,
             update_s_per_parameter=median(self._outside_s) / self._total,
             holds_for=self._shrunk.holds_for(),
             provenance={**software(), "micro_batches": len(full), "steps": len(self._outside_s)},

@@ -1,0 +1,200 @@
+#!/usr/bin/env python3
+"""How good the planner's splits are: published models and layouts, the best figures known, and other frameworks' rules.
+
+Everything is simulated on FLOPs (``split_models.py``), without communication; figures are the step over that of a perfectly
+even split under the same schedule. Exits with 1 if some figure is not reached.
+
+    python scripts/bench/split.py [--only TEXT] [--markdown]
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+if str(ROOT) not in sys.path:  # run from a checkout that is not installed
+    sys.path.insert(0, str(ROOT))
+
+from split_cases import RULES, TOLERANCE, Case, PeerRow, cases, even_s, peer_rows, step_s  # noqa: E402
+
+from megatron_balance.errors import BalanceError  # noqa: E402
+from megatron_balance.pipeline.memory import MemoryLimit, rank_peaks  # noqa: E402
+from megatron_balance.pipeline.search import Split, find_split  # noqa: E402
+from megatron_balance.schedule.simulate import Simulator  # noqa: E402
+
+HEADINGS = ("case", "reference", "its figure", "best known", "ours", "bound", "proven", "seconds", "")
+
+
+@dataclass(frozen=True)
+class Result:
+    """What became of a case.
+
+    Attributes:
+        case: the case.
+        split: what the search found; None where it could not be asked.
+        reference_s, split_s: simulated seconds of a step.
+        search_s: seconds of the search.
+        remark: what is wrong; empty if nothing.
+    """
+
+    case: Case
+    split: Split | None
+    reference_s: float | None
+    split_s: float | None
+    search_s: float
+    remark: str
+
+    def row(self) -> tuple[str, ...]:
+        """Cells under ``HEADINGS``."""
+        case = self.case
+        known = "" if self.reference_s is None or case.gain else _ratio(self.reference_s / even_s(*_job(case)))
+        target = _figure(case, case.target)
+        if self.split is None:
+            return (case.name, case.reference_name, known, target, "", "", "", "", self.remark)
+        return (
+            case.name,
+            case.reference_name,
+            known,
+            target,
+            _figure(case, case.figure(self.split_s, self.reference_s)),
+            _figure(case, case.figure(self.split.bound_s, self.reference_s)),
+            "yes" if self.split.proven else "",
+            f"{self.search_s:.2f}",
+            self.remark,
+        )
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = _parser().parse_args(arguments)
+    chosen = [case for case in cases() if options.only.lower() in case.name.lower()]
+    peers = [row for row in peer_rows() if options.only.lower() in row.name.lower()]
+    if not chosen and not peers:
+        print(f"no case has {options.only!r} in its name", file=sys.stderr)
+        return 2
+    _warm_up()
+    results = [_run(case, show_layers=not options.markdown) for case in chosen]
+    peer_cells = [_peer_cells(row) for row in peers]
+    if results:
+        _print_table(HEADINGS, [result.row() for result in results])
+    if peers:
+        print()
+        _print_table(("model, ranks", *RULES, "best known", "ours"), peer_cells)
+    missed = sum(bool(result.remark) for result in results) + sum("!" in "".join(cells) for cells in peer_cells)
+    print(f"\n{missed} of {len(results) + len(peers)} rows are not as they should be" if missed else "\nall reached")
+    return 1 if missed else 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", default="", metavar="TEXT", help="rows that have TEXT in their name")
+    parser.add_argument("--markdown", action="store_true", help="the tables alone, for the README")
+    return parser
+
+
+def _run(case: Case, show_layers: bool) -> Result:
+    """Search the case's split and judge it."""
+    simulator = Simulator(case.topology)
+    reference_s = reference_start = None
+    if case.reference is not None:
+        reference_start = case.reference.layers
+        mtp_stage = case.reference.mtp.index(max(case.reference.mtp)) if any(case.reference.mtp) else None
+        reference_s = step_s(case.costs, simulator, reference_start, mtp_stage)
+        if (remark := _reference_remark(case, reference_s)) is not None:
+            return Result(case, None, reference_s, None, 0.0, remark)
+    limit = None
+    if case.memory is not None:
+        limit = MemoryLimit(case.memory, float(_peaks(case, reference_start, mtp_stage).max()))
+    started = time.perf_counter()
+    try:
+        split = find_split(
+            case.costs,
+            simulator,
+            memory=limit,
+            allow_empty=case.allow_empty,
+            mtp_stages=case.mtp_stages,
+            starts=() if reference_start is None else (reference_start,),
+        )
+    except BalanceError as error:
+        return Result(case, None, reference_s, None, 0.0, f"refused: {error}")
+    search_s = time.perf_counter() - started
+    split_s = step_s(case.costs, simulator, split.layers, split.mtp_stage)
+    if show_layers:
+        print(f"{case.name}: {' '.join(map(str, split.layers))}, MTP in stage {split.mtp_stage}", flush=True)
+    remarks = list(_remarks(case, split, split_s, reference_s, limit))
+    return Result(case, split, reference_s, split_s, search_s, "; ".join(remarks))
+
+
+def _reference_remark(case: Case, reference_s: float) -> str | None:
+    """Says so where the reference does not take what was published, as then the costs are others."""
+    ours = reference_s / even_s(*_job(case))
+    if case.published_reference is None or abs(ours - case.published_reference) <= TOLERANCE:
+        return None
+    return f"reference published as {case.published_reference:.4f}"
+
+
+def _remarks(
+    case: Case, split: Split, split_s: float, reference_s: float | None, limit: MemoryLimit | None
+) -> Iterator[str]:
+    if not case.reached(split_s, reference_s):
+        yield "NOT REACHED"
+    if split.bound_s > split_s * (1 + 1e-9):
+        yield "BOUND ABOVE THE STEP"
+    if case.proven and not split.proven:
+        yield "NOT PROVEN"
+    if limit is not None and _peaks(case, split.layers, split.mtp_stage).max() > limit.limit_bytes * (1 + 1e-9):
+        yield "OVER THE MEMORY"
+
+
+def _peaks(case: Case, layers: tuple[int, ...], mtp_stage: int | None):
+    return rank_peaks(case.memory, case.topology, layers, mtp_stage)
+
+
+def _peer_cells(row: PeerRow) -> tuple[str, ...]:
+    """A row of the second table; a figure that is not what was published has a ``!``."""
+    costs, simulator, even = row.costs, Simulator(row.topology), even_s(row.costs, row.topology)
+    cells = []
+    for layers, published in zip(row.splits(), row.published, strict=True):
+        ours = None if layers is None else step_s(costs, simulator, layers) / even
+        cell = "refuses" if ours is None else f"{ours:.3f}"
+        same = ours is published is None or (None not in (ours, published) and abs(ours - published) <= TOLERANCE)
+        cells.append(cell if same else f"{cell} (published {published}) !")
+    ours = step_s(costs, simulator, find_split(costs, simulator).layers) / even
+    reached = "" if ours <= row.best + TOLERANCE else " !"
+    return (row.name, *cells, f"{row.best:.3f}", f"{ours:.3f}{reached}")
+
+
+def _warm_up() -> None:
+    """Have the kernels compiled before anything is timed."""
+    costs = peer_rows()[0].costs
+    find_split(costs, Simulator(peer_rows()[0].topology))
+
+
+def _job(case: Case):
+    return case.costs, case.topology
+
+
+def _figure(case: Case, figure: float) -> str:
+    return f"{100 * figure:+.1f} %" if case.gain else _ratio(figure)
+
+
+def _ratio(figure: float) -> str:
+    return f"{figure:.4f}"
+
+
+def _print_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """A Markdown table, padded so that it reads as text, too; the bar inside a layout is escaped."""
+    cells = [[cell.replace("|", "\\|") for cell in row] for row in (headings, *rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    for place, row in enumerate(cells):
+        print("| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |")
+        if place == 0:
+            print("|" + "|".join("-" * (width + 2) for width in widths) + "|")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
