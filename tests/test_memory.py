@@ -243,8 +243,8 @@ KEPT = {
 
 
 @pytest.fixture(scope="module")
-def kept(tmp_path_factory) -> dict[str, dict[str, int]]:
-    """Bytes that the elements of models built by Megatron keep."""
+def kept(tmp_path_factory) -> dict[str, dict[str, int] | str]:
+    """Bytes that the elements of models built by Megatron keep, or what is missing here to run them."""
     pytest.importorskip("megatron.core")
     models = {name: {**SMALL, **arguments} for name, arguments in KEPT.items()}
     store = tmp_path_factory.mktemp("rendezvous") / "store"
@@ -262,6 +262,8 @@ def test_activations_are_those_that_layers_keep(kept, name):
     topology = Topology(1, 1, micro_batch_size=arguments["micro_batch_size"])
     chain = chain_memory(ModelSpec.from_arguments(arguments), topology, Optimizer(8))
     seen = kept[name]
+    if seen == "name 'te_general_gemm' is not defined":
+        pytest.skip("this Megatron routes tokens with Transformer Engine alone")
     layers = [seen[f"layer {index}"] for index in range(3)]
     expected = [layer.activation_bytes for layer in chain.layers]
     if not name.startswith(
