@@ -243,8 +243,8 @@ KEPT = {
 
 
 @pytest.fixture(scope="module")
-def kept(tmp_path_factory) -> dict[str, dict[str, int]]:
-    """Bytes that the elements of models built by Megatron keep."""
+def kept(tmp_path_factory) -> dict[str, dict[str, int] | str]:
+    """Bytes that the elements of models built by Megatron keep, or what is missing here to run them."""
     pytest.importorskip("megatron.core")
     models = {name: {**SMALL, **arguments} for name, arguments in KEPT.items()}
     store = tmp_path_factory.mktemp("rendezvous") / "store"
@@ -262,9 +262,13 @@ def test_activations_are_those_that_layers_keep(kept, name):
     topology = Topology(1, 1, micro_batch_size=arguments["micro_batch_size"])
     chain = chain_memory(ModelSpec.from_arguments(arguments), topology, Optimizer(8))
     seen = kept[name]
+    if seen == "name 'te_general_gemm' is not defined":
+        pytest.skip("this Megatron routes tokens with Transformer Engine alone")
     layers = [seen[f"layer {index}"] for index in range(3)]
     expected = [layer.activation_bytes for layer in chain.layers]
-    if name != "block":  # which layers are computed again depends on the split: there each carries its share
+    if not name.startswith(
+        "block"
+    ):  # which layers are computed again depends on the split: there each carries its share
         assert expected[1:] == pytest.approx(layers[1:], rel=0.1)
     assert sum(expected) == pytest.approx(sum(layers), rel=0.1)  # the first brings mask and rotary tables for all
     head = seen["head"] + seen.get("outputs", 0)
