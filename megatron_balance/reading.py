@@ -67,6 +67,10 @@ def count(value: Any, key: str) -> int:
     return checked(value, key, type(value) is int and 0 <= value < _MOST, "a whole number of 0 or more")
 
 
+def flag(value: Any, key: str) -> bool:
+    return checked(value, key, isinstance(value, bool), "true or false")
+
+
 def number(value: Any, key: str) -> float:
     valid = type(value) in (int, float) and 0 <= value <= sys.float_info.max  # false for NaN
     return float(checked(value, key, valid, "a number of 0 or more"))

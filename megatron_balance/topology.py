@@ -23,6 +23,8 @@ class Topology:
         tensor_size, context_size, data_size: TP, CP and DP sizes.
         microbatch_group_size: micro-batches that a chunk runs before the next chunk takes over (interleaved schedule
             only; None is Megatron's default, ``pipeline_size``).
+        overlap_moe: the forward pass of one micro-batch and the backward pass of another run as one, to hide their
+            expert-parallel communication (``--overlap-moe-expert-parallel-comm``); needs virtual stages on several ranks.
     """
 
     pipeline_size: int
@@ -33,10 +35,11 @@ class Topology:
     context_size: int = 1
     data_size: int = 1
     microbatch_group_size: int | None = None
+    overlap_moe: bool = False
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            if value is not None and value < 1:
+            if value is not None and not isinstance(value, bool) and value < 1:
                 raise BalanceError(f"{name} must be at least 1, not {value}")
 
     @property

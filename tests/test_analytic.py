@@ -1,45 +1,33 @@
-"""Analytic costs: FLOPs against Megatron's own count, how they scale, and the CPU entry against measured modules."""
+"""Analytic costs: what weighs how much, how they scale, and the CPU entry against measured modules."""
 
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
+from models import MODELS as PUBLISHED
 
 from megatron_balance.costs.analytic import analytic_costs, head_flops, layer_flops
-from megatron_balance.costs.devices import CPU_CORE, Device, Kernel, device_named
+from megatron_balance.costs.devices import CPU_CORE, Device, Kernel, device_chosen, device_named
 from megatron_balance.errors import BalanceError
 from megatron_balance.model import ModelSpec
 from megatron_balance.topology import Topology
 
-LLAMA = {"swiglu": True, "add_bias_linear": False, "normalization": "RMSNorm", "position_embedding_type": "rope",
-         "untie_embeddings_and_output_weights": True, "bf16": True}  # fmt: skip
 MODELS = {
-    "llama-3-8b": {"num_layers": 32, "hidden_size": 4096, "ffn_hidden_size": 14336, "num_attention_heads": 32,
-                   "group_query_attention": True, "num_query_groups": 8, "padded_vocab_size": 128256,
-                   "seq_length": 8192},
-    "llama-2-7b": {"num_layers": 32, "hidden_size": 4096, "ffn_hidden_size": 11008, "num_attention_heads": 32,
-                   "padded_vocab_size": 32000, "seq_length": 4096},
-    "qwen2.5-7b": {"num_layers": 28, "hidden_size": 3584, "ffn_hidden_size": 18944, "num_attention_heads": 28,
-                   "group_query_attention": True, "num_query_groups": 4, "padded_vocab_size": 152064,
-                   "seq_length": 4096},
-    "gemma-2-9b": {"num_layers": 42, "hidden_size": 3584, "ffn_hidden_size": 14336, "num_attention_heads": 16,
-                   "group_query_attention": True, "num_query_groups": 8, "kv_channels": 256,
-                   "padded_vocab_size": 256000, "seq_length": 8192},
+    **PUBLISHED,
     "moe-and-mtp": {"num_layers": 12, "hidden_size": 2048, "ffn_hidden_size": 8192, "num_attention_heads": 16,
                     "padded_vocab_size": 129280, "seq_length": 4096, "num_experts": 64, "moe_router_topk": 6,
-                    "moe_ffn_hidden_size": 1408, "moe_shared_expert_intermediate_size": 2816,
-                    "moe_layer_freq": [0] + [1] * 11, "mtp_num_layers": 1},
+                    "moe_ffn_hidden_size": 1408, "moe_shared_expert_intermediate_size": 2816, "bf16": True,
+                    "moe_layer_freq": [0] + [1] * 11, "mtp_num_layers": 1, "position_embedding_type": "rope",
+                    "swiglu": True, "add_bias_linear": False, "normalization": "RMSNorm"},
 }  # fmt: skip
 ONE = Topology(pipeline_size=4, num_microbatches=32)
 H100 = device_named("NVIDIA H100 80GB HBM3")
 
 
 def spec(name: str = "llama-3-8b", **changes) -> ModelSpec:
-    return ModelSpec.from_arguments({**LLAMA, **MODELS[name], **changes})
+    return ModelSpec.from_arguments({**MODELS[name], **changes})
 
 
 def costs(name: str = "llama-3-8b", topology: Topology = ONE, device: Device = H100, **changes):
@@ -48,44 +36,12 @@ def costs(name: str = "llama-3-8b", topology: Topology = ONE, device: Device = H
 
 # FLOPs.
 
-COUNT = """
-import json, sys
-from argparse import Namespace
-from megatron.training.training import num_floating_point_operations
-defaults = dict(group_query_attention=False, num_experts=None, mtp_num_layers=None, moe_ffn_hidden_size=None,
-                moe_latent_size=None, moe_shared_expert_intermediate_size=None, multi_latent_attention=False,
-                attention_output_gate=False, experimental_attention_variant=None, hybrid_layer_pattern=None,
-                is_hybrid_model=False, linear_attention_freq=None)
-def count(model):
-    model.setdefault("kv_channels", model["hidden_size"] // model["num_attention_heads"])
-    return num_floating_point_operations(Namespace(**{**defaults, **model}), 1)
-print(json.dumps({name: count(model) for name, model in json.loads(sys.argv[1]).items()}))
-"""
-
-
-@pytest.fixture(scope="module")
-def megatron_flops() -> dict[str, float]:
-    pytest.importorskip("megatron.training", exc_type=ImportError)
-    models = {name: {**LLAMA, **model} for name, model in MODELS.items()}
-    command = [sys.executable, "-W", "ignore", "-c", COUNT, json.dumps(models)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
-
-
-@pytest.mark.megatron
-@pytest.mark.parametrize("name", MODELS)
-def test_flops_are_those_that_megatron_counts(megatron_flops, name):
-    """Megatron counts a step as three forward passes, and neither norms nor routers (here under 0.1 %) as products."""
-    model = spec(name)
-    forward = sum(layer_flops(model, ONE, layer) for layer in range(model.num_layers)) + head_flops(model, ONE)
-    assert 3 * forward == pytest.approx(megatron_flops[name], rel=1e-3)
-
 
 @pytest.mark.parametrize("name, layers", [("llama-3-8b", 2.09), ("llama-2-7b", 0.60), ("gemma-2-9b", 3.96)])
 def test_head_weighs_what_flops_say(name, layers):
     """Gemma's queries are wider than its hidden size (16 heads of 256), which makes its layers heavier than 4.13."""
-    assert head_flops(spec(name), ONE) / layer_flops(spec(name), ONE, 0) == pytest.approx(layers, abs=0.01)
+    model = spec(name, window_size=None)
+    assert head_flops(model, ONE) / layer_flops(model, ONE, 0) == pytest.approx(layers, abs=0.01)
 
 
 def test_a_window_limits_attention_only_where_it_is_shorter():
@@ -151,10 +107,43 @@ def test_cross_entropy_fusions_save_passes():
     assert plain.total_s - te.total_s > logits * 20 / H100.bytes_per_s
 
 
-def test_a_prediction_depth_is_a_layer_and_a_head_more():
+def test_a_prediction_depth_is_a_layer_apart_and_a_head_more():
     plain, predicting = costs("moe-and-mtp", mtp_num_layers=None), costs("moe-and-mtp")
-    assert predicting.layers == plain.layers
-    assert predicting.head.total_s > 2 * plain.head.total_s + plain.layers[-1].total_s
+    assert predicting.layers == plain.layers and plain.mtp.total_s == 0
+    assert predicting.mtp.total_s > plain.layers[-1].total_s + plain.embedding.total_s
+    assert predicting.head.total_s == pytest.approx(2 * plain.head.total_s, rel=0.01)
+    full = costs("moe-and-mtp", recompute_granularity="full", recompute_method="uniform").mtp
+    assert full.backward_s == pytest.approx(predicting.mtp.backward_s + predicting.mtp.forward_s, rel=0.05)
+
+
+@pytest.mark.parametrize("module", ["core_attn", "mla_up_proj", "layernorm", "mlp", "moe_act", "shared_experts", "moe"])
+def test_selected_parts_run_again(module):
+    plain, full = costs("deepseek-v3"), costs("deepseek-v3", recompute_granularity="full", recompute_method="uniform")
+    again = costs("deepseek-v3", recompute_granularity="selective", recompute_modules=[module])
+    more = [one.backward_s - other.backward_s for one, other in zip(again.layers, plain.layers, strict=True)]
+    dense, moe = more[0], more[-1]
+    assert [one.forward_s for one in again.layers] == [one.forward_s for one in plain.layers]
+    assert 0 < max(dense, moe) < full.layers[0].forward_s + full.layers[-1].forward_s
+    assert (dense > 0, moe > 0) == (module not in ("moe_act", "shared_experts", "moe"), module != "mlp")
+
+
+def test_a_layer_costs_what_its_parts_do():
+    """The layers of a hybrid model are the halves of a transformer layer."""
+    whole, halves = costs(num_layers=1).layers, costs(hybrid_layer_pattern="*-").layers
+    assert sum(half.forward_s for half in halves) == pytest.approx(whole[0].forward_s)
+    assert sum(half.backward_s for half in halves) == pytest.approx(whole[0].backward_s)
+
+
+def test_layers_of_a_hybrid_model_cost_by_kind():
+    chain, pattern = costs("nemotron-h-8b"), MODELS["nemotron-h-8b"]["hybrid_layer_pattern"]
+    assert len(set(zip(pattern, chain.layers, strict=True))) == len(set(pattern)) == 3
+
+
+def test_a_layer_of_nothing_costs_its_launch():
+    block = {"attention": {"no_op": True, "n_heads_in_group": None}, "ffn": {"no_op": True, "ffn_mult": None}}
+    config = json.dumps({"block_configs": [block, {"attention": {"n_heads_in_group": 4}, "ffn": {"ffn_mult": 5.25}}]})
+    empty, layer = costs(num_layers=2, heterogeneous_layers_config_encoded_json=config).layers
+    assert empty.forward_s == H100.kernel_s and layer == costs().layers[0]
 
 
 def test_layers_of_two_kinds_cost_apart():
@@ -190,6 +179,23 @@ def test_source_names_the_device():
 )
 def test_devices_are_found_by_torchs_name(name, device):
     assert device_named(name).name == device
+
+
+def test_speeds_given_replace_those_of_the_table():
+    given = device_chosen("h100,tflops=494.5,tbps=2")
+    half = 494.5 / (0.7 * 989)
+    assert given.bytes_per_s == 2e12
+    assert given.matmul_flops_per_s == pytest.approx({name: half * r for name, r in H100.matmul_flops_per_s.items()})
+    assert device_chosen("generic,tbps=1").matmul_flops_per_s == device_chosen("generic").matmul_flops_per_s
+    assert given.name == "H100, 494.5 TFLOP/s, 2 TB/s"
+
+
+@pytest.mark.parametrize(
+    "text", ["H100,tflops=0", "H100,tflops=fast", "H100,tbps=nan", "H100,watts=700", "H100,tbps", "H20,tbps=4", "H100,"]
+)
+def test_speeds_that_cannot_be_are_refused(text):
+    with pytest.raises(BalanceError):
+        device_chosen(text)
 
 
 def test_a_kernel_takes_the_longer_of_arithmetic_and_memory():

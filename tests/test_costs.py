@@ -92,6 +92,15 @@ def test_estimates_from_a_file_plan_as_estimates_do(table: CostTable) -> None:
     )
 
 
+def test_multi_token_prediction_is_an_element_of_its_own_or_in_the_head(tmp_path) -> None:
+    predicting = replace(MODEL, mtp_num_layers=1)
+    costs = analytic_table(predicting, TOPOLOGY, device_chosen("H100"))
+    save_costs(tmp_path / "costs.json", costs)
+    chain = load_costs(tmp_path / "costs.json").chain(predicting, TOPOLOGY)
+    assert chain.mtp.total_s == costs.mtp.forward_s + costs.mtp.backward_s > chain.layers[-1].total_s
+    assert replace(costs, mtp=None).chain(predicting, TOPOLOGY).mtp.total_s == 0
+
+
 def _set(*path_and_value) -> Callable[[dict], None]:
     *path, key, value = path_and_value
 
@@ -125,7 +134,9 @@ def _set(*path_and_value) -> Callable[[dict], None]:
         (lambda values: values.pop("embedding"), "lacks embedding"),
         (lambda values: values["head"].pop("parameters"), r"lacks head\.parameters"),
         (_set("format", "megatron-balance plan"), "is not a costs file: its format is 'megatron-balance plan'"),
-        (_set("format_version", 2), "has format_version 2, not 1"),
+        (_set("format_version", 1), "has format_version 1, not 2"),
+        (lambda values: values.pop("mtp"), "lacks mtp"),
+        (_set("mtp", {}), r"lacks mtp\.backward_s"),
     ],
 )
 def test_a_damaged_costs_file_is_refused(table: CostTable, tmp_path, edit, complaint: str) -> None:

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import json
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,8 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_balance.costs.devices import device_chosen, device_named
-from megatron_balance.costs.memory import ChainMemory, ElementMemory
+from megatron_balance.costs.memory import ChainMemory, ElementMemory, Optimizer, chain_memory
+from megatron_balance.costs.parameters import chain_parameters
 from megatron_balance.errors import BalanceError
+from megatron_balance.model import ModelSpec
 from megatron_balance.pipeline.memory import device_limit_bytes, limit_like, rank_peaks
 from megatron_balance.schedule.in_flight import in_flight
 from megatron_balance.schedule.order import schedule_order
@@ -115,3 +121,153 @@ def test_devices_leave_a_reserve_and_the_cpu_knows_no_limit():
     assert device_limit_bytes(device_named("NVIDIA A100-PCIE-40GB")) == pytest.approx(34e9)
     assert device_limit_bytes(device_named("NVIDIA GH200 480GB")) == device_limit_bytes(device_chosen("H100"))
     assert device_limit_bytes(device_chosen("cpu")) is None
+
+
+# --- states
+
+BF16 = {"bf16": True}
+SHARDED = {**BF16, "use_distributed_optimizer": True}
+AWARE = {**SHARDED, "use_precision_aware_optimizer": True}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "per_parameter", "sharded"),
+    [
+        ({}, 8, False),
+        (BF16, 12, False),
+        ({**BF16, "optimizer": "sgd"}, 8, False),
+        ({**BF16, "optimizer": "sgd", "sgd_momentum": 0.0}, 4, False),
+        (SHARDED, 12, True),
+        ({**SHARDED, "optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.75}, 3, True),
+        (AWARE, 10, True),
+        (
+            {**AWARE, "exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "torch.bfloat16", "main_params_dtype": "fp16"},
+            6,
+            True,
+        ),
+        ({**SHARDED, "exp_avg_dtype": "bf16"}, 12, True),  # without effect where precision is not watched
+    ],
+)
+def test_optimizers_keep_main_parameters_and_moments(arguments, per_parameter, sharded):
+    assert Optimizer.from_arguments(arguments) == Optimizer(per_parameter, sharded)
+
+
+def test_unknown_widths_are_named():
+    with pytest.raises(BalanceError, match="exp_avg_dtype is int3"):
+        Optimizer.from_arguments({**AWARE, "exp_avg_dtype": "int3"})
+
+
+def test_states_are_megatrons_bytes_for_a_parameter():
+    """Its table for bf16 with fp32 gradients: 18, or 6 + 12 / d with a distributed optimizer."""
+    arguments = {
+        "num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "seq_length": 32, "padded_vocab_size": 256,
+        "num_experts": 8, "expert_model_parallel_size": 4, "moe_layer_freq": [0, 1], **BF16,
+    }  # fmt: skip
+    model = ModelSpec.from_arguments(arguments)
+    topology = Topology(2, 8, data_size=4, context_size=2)
+    parameters = chain_parameters(model, topology)
+    whole = chain_memory(model, topology, Optimizer.from_arguments(BF16))
+    assert whole.layers[1].state_bytes == 18 * parameters.layers[1].total
+    assert whole.embedding.state_bytes == 18 * parameters.embedding.total
+    spread = chain_memory(model, topology, Optimizer.from_arguments(SHARDED))
+    dense, expert = parameters.layers[1].dense, parameters.layers[1].expert
+    assert spread.layers[1].state_bytes == (6 + 12 / 8) * dense + (6 + 12 / 2) * expert
+    assert spread.head.state_bytes == (6 + 12 / 8) * parameters.head.total
+
+
+# --- activations of Transformer Engine's layers, by hand
+
+
+def test_flash_attention_keeps_no_scores():
+    """A Llama-3-8B layer in bf16, TP 2 with sequence parallelism; widths in values a token of one rank."""
+    arguments = {
+        "num_layers": 32, "hidden_size": 4096, "num_attention_heads": 32, "group_query_attention": True,
+        "num_query_groups": 8, "ffn_hidden_size": 14336, "seq_length": 8192, "padded_vocab_size": 128256, "bf16": True,
+        "swiglu": True, "add_bias_linear": False, "normalization": "RMSNorm", "position_embedding_type": "rope",
+        "hidden_dropout": 0.0, "attention_dropout": 0.0, "tensor_model_parallel_size": 2, "sequence_parallel": True,
+    }  # fmt: skip
+    chain = chain_memory(ModelSpec.from_arguments(arguments), Topology(4, 16, tensor_size=2), Optimizer(12))
+    norms = 2 * (4096 + 4096) / 2
+    attention = (4096 + 2 * 1024 + 4096) / 2
+    mlp = (2 * 14336 + 14336) / 2
+    statistics = 4 * (2 / 2 + 32 / 2)
+    assert chain.layers[0].activation_bytes == 8192 * (2 * (norms + attention + mlp) + statistics)
+    masked = chain_memory(ModelSpec.from_arguments({**arguments, "hidden_dropout": 0.1}), Topology(4, 16, tensor_size=2),
+                          Optimizer(12))  # fmt: skip
+    assert masked.layers[0].activation_bytes - chain.layers[0].activation_bytes == 8192 * 2 * 4096 / 2
+    spread = chain_memory(ModelSpec.from_arguments({**arguments, "context_parallel_size": 2}),
+                          Topology(4, 16, tensor_size=2, context_size=2), Optimizer(12))  # fmt: skip
+    assert spread.layers[0].activation_bytes == chain.layers[0].activation_bytes / 2
+
+
+# --- activations against those that Megatron's layers keep
+
+SMALL = {
+    "num_layers": 3, "hidden_size": 128, "num_attention_heads": 4, "seq_length": 96, "max_position_embeddings": 96,
+    "padded_vocab_size": 512, "ffn_hidden_size": 320, "micro_batch_size": 2, "transformer_impl": "local",
+    "hidden_dropout": 0.0, "attention_dropout": 0.0,
+}  # fmt: skip
+LLAMA = {
+    "swiglu": True, "add_bias_linear": False, "normalization": "RMSNorm", "group_query_attention": True,
+    "num_query_groups": 2, "position_embedding_type": "rope", "untie_embeddings_and_output_weights": True,
+}  # fmt: skip
+MOE = {
+    "swiglu": True, "add_bias_linear": False, "position_embedding_type": "rope", "num_experts": 4, "moe_router_topk": 2,
+    "moe_ffn_hidden_size": 96, "moe_layer_freq": [0, 1, 1],
+}  # fmt: skip
+FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+SELECTIVE = {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
+KEPT = {
+    "gpt": {},
+    "gpt-bf16": {"bf16": True},
+    "gpt-rope": {"position_embedding_type": "rope"},
+    "llama": LLAMA,
+    "llama-bf16": {**LLAMA, "bf16": True},
+    "qwen-bf16": {**LLAMA, "qk_layernorm": True, "bf16": True},
+    "qk-layernorm": {"qk_layernorm": True, "group_query_attention": True, "num_query_groups": 2},
+    "moe": MOE,
+    "moe-bf16": {**MOE, "bf16": True, "moe_shared_expert_intermediate_size": 160},
+    "moe-ungated": {**MOE, "swiglu": False},
+    "mtp": {"mtp_num_layers": 2, "position_embedding_type": "rope"},
+    "full": {**LLAMA, **FULL, "bf16": True},
+    "full-mtp": {**FULL, "mtp_num_layers": 1, "position_embedding_type": "rope"},
+    "block": {**FULL, "recompute_method": "block"},
+    "block-mtp": {**FULL, "recompute_method": "block", "mtp_num_layers": 1, "position_embedding_type": "rope"},
+    "core": SELECTIVE,
+    "core-llama-bf16": {**LLAMA, **SELECTIVE, "bf16": True},
+    "mlp": {**SELECTIVE, "recompute_modules": ["core_attn", "mlp"]},
+    "moe-again": {**MOE, **SELECTIVE, "recompute_modules": ["moe"]},
+    "shared-again": {**MOE, **SELECTIVE, "recompute_modules": ["shared_experts"],
+                     "moe_shared_expert_intermediate_size": 160},
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory) -> dict[str, dict[str, int]]:
+    """Bytes that the elements of models built by Megatron keep."""
+    pytest.importorskip("megatron.core")
+    models = {name: {**SMALL, **arguments} for name, arguments in KEPT.items()}
+    store = tmp_path_factory.mktemp("rendezvous") / "store"
+    driver = Path(__file__).with_name("kept_tensors.py")
+    command = [sys.executable, "-W", "ignore", str(driver), str(store), json.dumps(models)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.megatron
+@pytest.mark.parametrize("name", KEPT)
+def test_activations_are_those_that_layers_keep(kept, name):
+    arguments = {**SMALL, **KEPT[name]}
+    topology = Topology(1, 1, micro_batch_size=arguments["micro_batch_size"])
+    chain = chain_memory(ModelSpec.from_arguments(arguments), topology, Optimizer(8))
+    seen = kept[name]
+    layers = [seen[f"layer {index}"] for index in range(3)]
+    expected = [layer.activation_bytes for layer in chain.layers]
+    if name != "block":  # which layers are computed again depends on the split: there each carries its share
+        assert expected[1:] == pytest.approx(layers[1:], rel=0.1)
+    assert sum(expected) == pytest.approx(sum(layers), rel=0.1)  # the first brings mask and rotary tables for all
+    head = seen["head"] + seen.get("outputs", 0)
+    assert chain.head.activation_bytes == pytest.approx(head, rel=0.1)
+    assert chain.mtp.activation_bytes == pytest.approx(seen.get("mtp", 0), rel=0.1)
+    assert chain.embedding.activation_bytes == seen["embedding"]

@@ -35,6 +35,14 @@ LEGAL = [
     Topology(4, 10, 2, microbatch_group_size=6),
     Topology(4, 9, 2, microbatch_group_size=9),
     Topology(8, 16, 5),
+    Topology(1, 1, overlap_moe=True),
+    Topology(1, 5, overlap_moe=True),
+    Topology(2, 2, 2, overlap_moe=True),
+    Topology(2, 5, 2, microbatch_group_size=3, overlap_moe=True),
+    Topology(3, 9, 4, overlap_moe=True),
+    Topology(4, 4, 4, overlap_moe=True),
+    Topology(4, 10, 2, microbatch_group_size=6, overlap_moe=True),
+    Topology(8, 16, 5, overlap_moe=True),
 ]
 REFUSED = [
     Topology(4, 3, 2),
@@ -46,14 +54,16 @@ REFUSED = [
 
 
 def describe(topology: Topology) -> str:
-    return f"PP{topology.pipeline_size}-V{topology.virtual_size}-M{topology.num_microbatches}-g{topology.group_size}"
+    sizes = f"PP{topology.pipeline_size}-V{topology.virtual_size}-M{topology.num_microbatches}-g{topology.group_size}"
+    return f"{sizes}-overlap" if topology.overlap_moe else sizes
 
 
 def sequence(order: Order, rank: int) -> list[tuple[str, int, int]]:
+    """Kind (``f`` is a forward pass that runs as one with what follows), chunk and micro-batch of each pass."""
     return [
-        ("B" if is_backward else "F", int(chunk), int(microbatch))
-        for is_backward, chunk, microbatch in zip(
-            order.is_backward[rank], order.chunk[rank], order.microbatch[rank], strict=True
+        ("B" if is_backward else "f" if combined else "F", int(chunk), int(microbatch))
+        for is_backward, combined, chunk, microbatch in zip(
+            order.is_backward[rank], order.combined[rank], order.chunk[rank], order.microbatch[rank], strict=True
         )
     ]
 
@@ -72,6 +82,9 @@ class RecordedMegatron:
         monkeypatch.setattr(torch, "zeros", lambda *size, device=None, **options: zeros(*size, **options))
         monkeypatch.setattr(self.schedules, "forward_step", self.forward_step)
         monkeypatch.setattr(self.schedules, "backward_step", self.backward_step)
+        combined = pytest.importorskip("megatron.core.pipeline_parallel.combined_1f1b")
+        monkeypatch.setattr(combined, "combined_forward_backward_step", self.combined_step)
+        monkeypatch.setattr(combined, "set_streams", lambda *args, **options: None)  # of a GPU
         self.passes: list[tuple[str, int, int]] = []
 
     def forward_step(self, *args, current_microbatch: int, vp_stage: int | None = None, **kwargs):
@@ -80,6 +93,18 @@ class RecordedMegatron:
 
     def backward_step(self, input_tensor, output_tensor, *args, **kwargs):
         self.passes.append(("B", *output_tensor[1:]))
+
+    def combined_step(
+        self, step, data, f_model, microbatches, received, store, b_model, b_input, b_output, *args,
+        f_model_chunk_id: int | None = None, current_microbatch: int | None = None, **kwargs,
+    ):  # fmt: skip
+        output = None
+        if f_model is not None:
+            output = ("F" if b_model is None else "f", f_model_chunk_id or 0, current_microbatch)
+            self.passes.append(output)
+        if b_model is not None:
+            self.passes.append(("B", *b_output[1:]))
+        return output, 0, "gradient"
 
     def run(self, topology: Topology, rank: int) -> list[tuple[str, int, int]]:
         """The passes of one rank in one training step."""
@@ -115,7 +140,7 @@ class RecordedMegatron:
     def _config(self, topology: Topology):
         from megatron.core.transformer import TransformerConfig
 
-        return TransformerConfig(
+        config = TransformerConfig(
             num_layers=topology.num_stages,
             hidden_size=8,
             num_attention_heads=1,
@@ -125,6 +150,8 @@ class RecordedMegatron:
             pipeline_dtype=self.torch.float32,
             deallocate_pipeline_outputs=False,
         )
+        config.overlap_moe_expert_parallel_comm = topology.overlap_moe  # the constructor wants experts for it
+        return config
 
 
 class Communicator:
@@ -184,6 +211,11 @@ def test_virtual_stages_without_a_pipeline_are_refused() -> None:
         schedule_order(Topology(1, 4, 2))
 
 
+def test_overlap_without_virtual_stages_is_refused() -> None:
+    with pytest.raises(BalanceError, match="needs virtual stages on 4 pipeline ranks"):
+        schedule_order(Topology(4, 8, overlap_moe=True))
+
+
 def test_too_few_microbatches_say_which_global_batch_size_does() -> None:
     with pytest.raises(BalanceError, match=r"3 micro-batches and 4 ranks; raise --global-batch-size to at least 16"):
         schedule_order(Topology(4, 3, 2, micro_batch_size=2, data_size=2))
@@ -193,25 +225,32 @@ def test_too_few_microbatches_say_which_global_batch_size_does() -> None:
 
 
 def plain_simulation(topology: Topology, forward_s: np.ndarray, backward_s: np.ndarray, p2p_s: float) -> float:
-    """Event by event, by the definition: an operation runs when its rank is free and its input has arrived."""
+    """Event by event, by the definition: an operation runs when its rank is free and its input has arrived.
+
+    What a combined forward pass computes leaves when the backward pass behind it has ended.
+    """
     ranks, stages = topology.pipeline_size, topology.num_stages
     order = schedule_order(topology)
     queues = [sequence(order, rank) for rank in range(ranks)]
-    free, ended = [0.0] * ranks, {}
+    free, ended, held = [0.0] * ranks, {}, [[] for _ in range(ranks)]
     while any(queues):
         for rank, queue in enumerate(queues):
             while queue:
                 kind, chunk, microbatch = queue[0]
                 stage = chunk * topology.pipeline_size + rank
-                source = stage - 1 if kind == "F" else stage + 1
+                source = stage + 1 if kind == "B" else stage - 1
                 if source in (-1, stages):
                     arrival = 0.0
-                elif (kind, source, microbatch) in ended:
-                    arrival = ended[kind, source, microbatch] + p2p_s
+                elif (kind.upper(), source, microbatch) in ended:
+                    arrival = ended[kind.upper(), source, microbatch] + p2p_s
                 else:
                     break
-                seconds = (forward_s if kind == "F" else backward_s)[stage, microbatch]
-                free[rank] = ended[kind, stage, microbatch] = max(free[rank], arrival) + seconds
+                seconds = (backward_s if kind == "B" else forward_s)[stage, microbatch]
+                free[rank] = max(free[rank], arrival) + seconds
+                held[rank].append((kind.upper(), stage, microbatch))
+                if kind != "f":
+                    ended.update(dict.fromkeys(held[rank], free[rank]))
+                    held[rank].clear()
                 queue.pop(0)
     return max(free)
 
@@ -223,7 +262,8 @@ def small_topologies(draw: st.DrawFn) -> Topology:
     group = ranks + draw(st.integers(0, 2))
     groups = draw(st.integers(1, 3))
     microbatches = group * groups if chunks > 1 else draw(st.integers(1, 10))
-    return Topology(ranks, microbatches, chunks, microbatch_group_size=group)
+    overlap = (chunks > 1 or ranks == 1) and draw(st.booleans())
+    return Topology(ranks, microbatches, chunks, microbatch_group_size=group, overlap_moe=overlap)
 
 
 @settings(max_examples=60, deadline=None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -25,6 +26,31 @@ class Kernel:
 
 
 @dataclass(frozen=True)
+class Link:
+    """The way from a device to one of another pipeline stage.
+
+    Attributes:
+        latency_s: of an empty message, from the end of the kernel that made it to the start of the one that waits for it.
+        bytes_per_s: bandwidth in one direction.
+    """
+
+    latency_s: float
+    bytes_per_s: float
+
+    def seconds(self, bytes_sent: float) -> float:
+        return self.latency_s + bytes_sent / self.bytes_per_s
+
+
+# Pipeline stages usually stand on different nodes, so that a link is one port of the network for each GPU, as in NVIDIA's
+# reference systems: 200 Gb/s InfiniBand HDR with an A100, 400 Gb/s NDR since. Within a node NVLink is 6 to 18 times as
+# fast. Latencies are a rule of thumb, not measured here: a few microseconds of network and NCCL's kernels at both ends.
+_HDR = Link(10e-6, 25e9)
+_NDR = Link(10e-6, 50e9)
+# Processes on one machine share its memory: a message is a copy, which costs their cores time and is part of no cost yet.
+NO_LINK = Link(0.0, math.inf)
+
+
+@dataclass(frozen=True)
 class Device:
     """What a device achieves in training, which is less than its data sheet says.
 
@@ -34,6 +60,7 @@ class Device:
         bytes_per_s: bandwidth of operations on tensors that do not fit the caches.
         kernel_s: what every operation costs however small it is: its launch and the framework around it.
         memory_bytes: of the device; None where it is shared with others (CPU).
+        link: to the device of the next pipeline stage.
     """
 
     name: str
@@ -41,6 +68,7 @@ class Device:
     bytes_per_s: float
     kernel_s: float
     memory_bytes: float | None = None
+    link: Link = NO_LINK
 
     @property
     def reserve_bytes(self) -> float:
@@ -78,14 +106,14 @@ _BANDWIDTH_SHARE = 0.85
 _GPU_KERNEL_S = 5e-6
 
 
-def _gpu(name: str, gigabytes: float, terabytes_per_s: float, **teraflops: float) -> Device:
+def _gpu(name: str, gigabytes: float, terabytes_per_s: float, link: Link = _NDR, **teraflops: float) -> Device:
     """A GPU from its data sheet: memory, its bandwidth and peak of dense (not sparse) matrix products."""
     rates = {dtype: _PEAK_SHARE * peak * 1e12 for dtype, peak in teraflops.items()}
-    return Device(name, rates, _BANDWIDTH_SHARE * terabytes_per_s * 1e12, _GPU_KERNEL_S, gigabytes * 1e9)
+    return Device(name, rates, _BANDWIDTH_SHARE * terabytes_per_s * 1e12, _GPU_KERNEL_S, gigabytes * 1e9, link)
 
 
 # NVIDIA's data sheets of the SXM modules. fp32 without TF32, which torch leaves off by default.
-_A100 = _gpu("A100", 80, 2.04, fp32=19.5, bf16=312, fp16=312)
+_A100 = _gpu("A100", 80, 2.04, _HDR, fp32=19.5, bf16=312, fp16=312)
 _H100 = _gpu("H100", 80, 3.35, fp32=67, bf16=989, fp16=989, fp8=1979)
 _H200 = _gpu("H200", 141, 4.8, fp32=67, bf16=989, fp16=989, fp8=1979)
 _B200 = _gpu("B200", 180, 7.7, fp32=75, bf16=2250, fp16=2250, fp8=4500, fp4=9000)
@@ -114,11 +142,36 @@ _BY_WORD = {
 
 
 def device_chosen(name: str) -> Device:
-    """The device that a user calls ``name``: a chip of the table, ``generic`` or ``cpu``.
+    """The device that a user calls ``name``: a chip of the table, ``generic`` or ``cpu``, perhaps with speeds of its own.
+
+    ``H100,tflops=700,tbps=3`` is an H100 whose large matrix products reach 700 TFLOP/s in bf16, those of other dtypes in
+    proportion, and whose memory moves 3 TB/s.
 
     Raises:
-        BalanceError: there is no such device; the message lists those that there are.
+        BalanceError: there is no such device, the message lists those that there are; or a speed is none.
     """
+    chip, *speeds = name.split(",")
+    device = _of_table(chip)
+    for speed in speeds:
+        device = _with_speed(device, *speed.partition("=")[::2])
+    return device
+
+
+def _with_speed(device: Device, unit: str, value: str) -> Device:
+    try:
+        speed = float(value)
+    except ValueError:
+        speed = 0.0
+    if unit not in ("tflops", "tbps") or not 0 < speed < 1e6:
+        raise BalanceError(f"{unit}={value} is no speed of a device: write tflops=NUMBER or tbps=NUMBER, above 0")
+    if unit == "tbps":
+        return replace(device, name=f"{device.name}, {value} TB/s", bytes_per_s=speed * 1e12)
+    factor = speed * 1e12 / device.matmul_flops_per_s["bf16"]
+    rates = {dtype: rate * factor for dtype, rate in device.matmul_flops_per_s.items()}
+    return replace(device, name=f"{device.name}, {value} TFLOP/s", matmul_flops_per_s=rates)
+
+
+def _of_table(name: str) -> Device:
     if name.upper() == "GENERIC":
         return _GENERIC_GPU
     if name.upper() not in _BY_WORD:

@@ -264,6 +264,7 @@ def _topology(args: Any) -> Topology:
         context_size=args.context_parallel_size,
         data_size=args.data_parallel_size,
         microbatch_group_size=getattr(args, "microbatch_group_size_per_vp_stage", None),
+        overlap_moe=bool(getattr(args, "overlap_moe_expert_parallel_comm", False)),
     )
 
 

@@ -86,6 +86,8 @@ def spec_fields(arguments: Mapping[str, Any]) -> dict[str, Any]:
         "cross_entropy_fusion": _cross_entropy_fusion(arguments),
         "sequence_parallel": bool(arguments.get("sequence_parallel")),
         "recompute": _recompute(arguments),
+        "hidden_dropout": _probability(arguments, "hidden_dropout"),
+        "attention_dropout": _probability(arguments, "attention_dropout"),
     }
 
 
@@ -126,6 +128,12 @@ def _size(arguments: Mapping[str, Any], *names: str, default: int | None = None)
     if isinstance(value, bool) or not isinstance(value, int) or value < smallest:
         raise BalanceError(f"{name} must be a whole number of {smallest} or more, not {value!r}")
     return value
+
+
+def _probability(arguments: Mapping[str, Any], name: str) -> float:
+    """Megatron drops out a tenth by default."""
+    value = arguments.get(name)
+    return 0.1 if value is None else float(value)
 
 
 def _kv_channels(arguments: Mapping[str, Any], hidden: int, heads: int) -> int:

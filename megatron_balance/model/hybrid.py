@@ -50,6 +50,8 @@ class HybridPattern:
             raise BalanceError(
                 f"hybrid_layer_pattern {text!r} has no layers: give at least one of {' '.join(_LETTERS)}"
             )
+        if {"*", "+"} <= {*text}:
+            raise BalanceError(f"hybrid_layer_pattern {text!r} has attention of both kinds, * and +: write one of them")
         if len({*depths}) > 1:
             raise BalanceError(f"hybrid_layer_pattern {text!r} has prediction depths that differ: write them all alike")
         return pattern

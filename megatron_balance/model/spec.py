@@ -43,6 +43,7 @@ class ModelSpec:
         cross_entropy_fusion: None, ``native`` or ``te``.
         sequence_parallel: norms and residuals are split over the tensor-parallel ranks.
         recompute: what is computed again in the backward pass.
+        hidden_dropout, attention_dropout: probabilities; above 0 their masks are kept.
     """
 
     hidden_size: int
@@ -76,6 +77,8 @@ class ModelSpec:
     cross_entropy_fusion: str | None = None
     sequence_parallel: bool = False
     recompute: Recompute = field(default_factory=Recompute)
+    hidden_dropout: float = 0.1
+    attention_dropout: float = 0.1
 
     def __post_init__(self) -> None:
         if not self.layers:

@@ -321,11 +321,10 @@ def _read_plan(values: dict[str, Any]) -> Plan:
 
 
 def _read_topology(value: Any, key: str) -> Topology:
-    sizes = {field.name: reading.count for field in fields(Topology)}
+    readers: dict[str, reading.Reader] = {field.name: reading.count for field in fields(Topology)}
+    readers |= {"microbatch_group_size": reading.optional(reading.count), "overlap_moe": reading.flag}
     try:
-        return Topology(
-            **reading.mapping(value, key, {**sizes, "microbatch_group_size": reading.optional(reading.count)})
-        )
+        return Topology(**reading.mapping(value, key, readers))
     except BalanceError as error:
         raise reading.DamageError(f"is damaged: {key} is impossible ({error})") from error
 

@@ -2,8 +2,12 @@
 
 Source: ``megatron/core/pipeline_parallel/schedules.py`` (``forward_backward_no_pipelining``,
 ``forward_backward_pipelining_without_interleaving``, ``forward_backward_pipelining_with_interleaving``,
-``get_pp_rank_microbatches``, ``get_schedule_table``), the same in Megatron core 0.16 to 0.19. The order is static: it
-depends on the sizes alone, never on how long anything takes.
+``get_pp_rank_microbatches``, ``get_schedule_table``) and ``combined_1f1b.py``, the same in Megatron core 0.16 to 0.19. The
+order is static: it depends on the sizes alone, never on how long anything takes.
+
+With ``overlap_moe`` every rank runs one forward pass more before it alternates, and each of its pairs as one: layer by
+layer, the forward pass of one micro-batch beside the backward pass of another. The operations and their order are
+Megatron's; such a pair is kept as its forward and its backward pass, in this order, marked as ``combined``.
 """
 
 from __future__ import annotations
@@ -24,20 +28,28 @@ class Order:
         is_backward: bool; False for a forward pass.
         chunk: int32; model chunk of the rank.
         microbatch: int32; micro-batch of the step.
+        combined: bool; True for a forward pass that runs as one with the backward pass behind it.
     """
 
     is_backward: np.ndarray
     chunk: np.ndarray
     microbatch: np.ndarray
+    combined: np.ndarray
 
 
 def check_schedule(topology: Topology) -> None:
     """Refuse what Megatron's schedules refuse.
 
     Raises:
-        BalanceError: interleaving without a pipeline, or micro-batches that do not fit the interleaved groups.
+        BalanceError: interleaving without a pipeline, micro-batches that do not fit the interleaved groups, or
+            ``overlap_moe`` without interleaving.
     """
     if topology.virtual_size == 1:
+        if topology.overlap_moe and topology.pipeline_size > 1:
+            raise BalanceError(
+                f"--overlap-moe-expert-parallel-comm needs virtual stages on {topology.pipeline_size} pipeline ranks, "
+                "there are none: give --num-virtual-stages-per-pipeline-rank 2 or more, or leave the overlap out"
+            )
         return
     ranks, chunks, microbatches = topology.pipeline_size, topology.virtual_size, topology.num_microbatches
     if ranks == 1:
@@ -78,14 +90,17 @@ def schedule_order(topology: Topology) -> Order:
     chunk_of, microbatch_of = _forward_table(topology)
     passes = microbatches * chunks
     is_backward = np.zeros((ranks, 2 * passes), dtype=bool)
+    combined = np.zeros_like(is_backward)
     chunk = np.empty(is_backward.shape, dtype=np.int32)
     microbatch = np.empty_like(chunk)
     for rank in range(ranks):
-        forward_slots, backward_slots = _slots(passes, _num_warmup(topology, rank))
+        warmup = _num_warmup(topology, rank)
+        forward_slots, backward_slots = _slots(passes, warmup)
+        combined[rank, forward_slots[warmup:]] = topology.overlap_moe
         is_backward[rank, backward_slots] = True
         chunk[rank, forward_slots], microbatch[rank, forward_slots] = chunk_of, microbatch_of
         chunk[rank, backward_slots], microbatch[rank, backward_slots] = chunks - 1 - chunk_of, microbatch_of
-    return Order(is_backward, chunk, microbatch)
+    return Order(is_backward, chunk, microbatch, combined)
 
 
 def _forward_table(topology: Topology) -> tuple[np.ndarray, np.ndarray]:
@@ -105,7 +120,7 @@ def _num_warmup(topology: Topology, rank: int) -> int:
     later_ranks = topology.pipeline_size - 1 - rank
     chunks, microbatches = topology.virtual_size, topology.num_microbatches
     warmup = later_ranks if chunks == 1 else 2 * later_ranks + (chunks - 1) * topology.group_size
-    return min(warmup, microbatches * chunks)
+    return min(warmup + topology.overlap_moe, microbatches * chunks)
 
 
 def _slots(passes: int, warmup: int) -> tuple[np.ndarray, np.ndarray]:

@@ -3,6 +3,12 @@
 An operation starts when its rank has finished the one before it (``order.py``) and its input has arrived: the output
 of the stage before for a forward pass, the gradient of the stage after for a backward pass. A transfer holds up nobody
 but its receiver, for ``p2p_s`` seconds.
+
+A combined forward and backward pass (``overlap_moe``) takes as long as both, as they share the processor and only their
+communication, which is in no cost, hides behind the other's work; the outputs of both leave at its end. Approximated: its
+forward part may begin before the gradient for its backward part has arrived, where Megatron waits for both before the first
+layer; and the output of a forward part, which leaves before the last weight gradient and the loss are computed, leaves after
+them.
 """
 
 from __future__ import annotations
@@ -62,7 +68,9 @@ def build_program(topology: Topology, order: Order) -> Program:
     slot_of[cost, microbatch] = np.arange(slots)
     receives = stage != np.where(is_backward, topology.num_stages - 1, 0)
     sending = cost + np.where(receives, 2 * is_backward - 1, 0)
-    sender = np.where(receives, slot_of[sending, microbatch], np.int32(slots))
+    source = slot_of[sending, microbatch]
+    source += order.combined.ravel()[source]  # what a combined pass computes leaves when its backward half ends
+    sender = np.where(receives, source, np.int32(slots))
     slot, place = sort_operations(sender, ranks)
     before = np.where(slot % each == 0, slots, slot - 1)
     return Program(rank[slot].astype(np.int32), cost[slot].astype(np.int32), place[before], place[sender[slot]], slot)
