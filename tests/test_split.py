@@ -275,7 +275,7 @@ def test_is_the_best_of_all_splits(job: Job) -> None:
     check_against_all_splits(job)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(jobs())
 def test_search_and_cuts_alone_find_it_too(job: Job) -> None:
     with pytest.MonkeyPatch.context() as patch:
