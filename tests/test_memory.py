@@ -264,7 +264,9 @@ def test_activations_are_those_that_layers_keep(kept, name):
     seen = kept[name]
     layers = [seen[f"layer {index}"] for index in range(3)]
     expected = [layer.activation_bytes for layer in chain.layers]
-    if name != "block":  # which layers are computed again depends on the split: there each carries its share
+    if not name.startswith(
+        "block"
+    ):  # which layers are computed again depends on the split: there each carries its share
         assert expected[1:] == pytest.approx(layers[1:], rel=0.1)
     assert sum(expected) == pytest.approx(sum(layers), rel=0.1)  # the first brings mask and rotary tables for all
     head = seen["head"] + seen.get("outputs", 0)

@@ -81,7 +81,7 @@ def test_tensor_parallel_ranks_share_query_groups(tmp_path):
 def test_expert_parallel_ranks_share_experts_and_the_last_predicts_more_tokens(tmp_path):
     flags = (
         "--untie-embeddings-and-output-weights --num-experts 4 --expert-model-parallel-size 2 --moe-ffn-hidden-size 48"
-        " --moe-layer-freq [0,1,1,1] --moe-token-dispatcher-type alltoall --mtp-num-layers 1"
+        " --moe-layer-freq [0,1,1,1] --mtp-num-layers 1"
     ).split()
     run = trained(launch(tmp_path, [*TINY, *LLAMA, *flags], 4))
     arguments = {
