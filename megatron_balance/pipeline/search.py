@@ -29,10 +29,11 @@ NEAR = 1e-3
 HEAD_SCALES = (1.0, 0.8, 1.2)
 
 _HOT = (0.1, 0.03, 0.01, 0.003, 0.0)  # thresholds of annealing, in rounds that coarsen long steps
-_COOL = (0.002, 0.001, 0.0005)  # then in rounds of the whole step
+_COOL = (0.0015, 0.0005)  # then in rounds of the whole step, with each of several streams of proposals
+_SEEDS = (10, 20, 30)
 _ROBUST = (0.003, 0.0)
 _ROUND_EVALUATIONS = 10_000
-_ROUND_OPERATIONS = 300_000_000  # about 0.7 s
+_ROUND_OPERATIONS = 320_000_000  # about 0.5 s
 _COARSE_ROUND = 50_000_000
 _MOST_OPEN_SPLITS = 20_000
 _COARSE_OPERATIONS = 20_000  # of a step; longer steps are first searched with fewer micro-batches
@@ -228,11 +229,14 @@ def _anneal_coarsely(found: _Found) -> None:
 
 
 def _refine(found: _Found) -> None:
-    """Annealing of the whole step, from the best split and from a start that is farther off."""
+    """Annealing of the whole step from the best start, several times: that of coarse steps ends in other valleys."""
     if found.candidates is not None or found.layers is None or found.is_closed:
         return
-    for stream, start in enumerate((found.layers, found.starts[judge_all(found.case.problem, found.starts).argmin()])):
-        found.take(_annealed(found.case.problem, start, _COOL, _ROUND_OPERATIONS, seed=10 * (stream + 1))[None])
+    problem = found.case.problem
+    steps = judge_all(problem, found.starts)
+    start = found.starts[steps.argmin()] if np.isfinite(steps.min()) else found.layers
+    for seed in _SEEDS:
+        found.take(_annealed(problem, start, _COOL, _ROUND_OPERATIONS, seed)[None])
 
 
 def _lightest(case: Case, splits: np.ndarray) -> np.ndarray:
