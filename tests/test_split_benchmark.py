@@ -27,7 +27,5 @@ def test_rules_of_others_give_their_published_figures(row: PeerRow) -> None:
 
 @pytest.mark.parametrize("case", PUBLISHED, ids=lambda case: case.name)
 def test_published_layouts_take_their_published_figures(case: Case) -> None:
-    layout = case.reference
-    mtp_stage = layout.mtp.index(1) if any(layout.mtp) else None
-    step = step_s(case.costs, Simulator(case.topology), layout.layers, mtp_stage)
-    assert step / even_s(case.costs, case.topology) == pytest.approx(case.published_reference, abs=TOLERANCE)
+    step = step_s(case.costs, Simulator(case.topology), case.reference.layers, case.reference_mtp_stage)
+    assert step / case.even_s == pytest.approx(case.published_reference, abs=TOLERANCE)

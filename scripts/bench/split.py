@@ -16,6 +16,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 ROOT = Path(__file__).parents[2]
 if str(ROOT) not in sys.path:  # run from a checkout that is not installed
     sys.path.insert(0, str(ROOT))
@@ -52,7 +54,7 @@ class Result:
     def row(self) -> tuple[str, ...]:
         """Cells under ``HEADINGS``."""
         case = self.case
-        known = "" if self.reference_s is None or case.gain else _ratio(self.reference_s / even_s(*_job(case)))
+        known = "" if self.reference_s is None or case.gain else _ratio(self.reference_s / case.even_s)
         target = _figure(case, case.target)
         if self.split is None:
             return (case.name, case.reference_name, known, target, "", "", "", "", self.remark)
@@ -99,16 +101,14 @@ def _parser() -> argparse.ArgumentParser:
 def _run(case: Case, show_layers: bool) -> Result:
     """Search the case's split and judge it."""
     simulator = Simulator(case.topology)
-    reference_s = reference_start = None
+    reference_s = None
     if case.reference is not None:
-        reference_start = case.reference.layers
-        mtp_stage = case.reference.mtp.index(max(case.reference.mtp)) if any(case.reference.mtp) else None
-        reference_s = step_s(case.costs, simulator, reference_start, mtp_stage)
+        reference_s = step_s(case.costs, simulator, case.reference.layers, case.reference_mtp_stage)
         if (remark := _reference_remark(case, reference_s)) is not None:
             return Result(case, None, reference_s, None, 0.0, remark)
     limit = None
     if case.memory is not None:
-        limit = MemoryLimit(case.memory, float(_peaks(case, reference_start, mtp_stage).max()))
+        limit = MemoryLimit(case.memory, float(_peaks(case, case.reference.layers, case.reference_mtp_stage).max()))
     started = time.perf_counter()
     try:
         split = find_split(
@@ -117,7 +117,7 @@ def _run(case: Case, show_layers: bool) -> Result:
             memory=limit,
             allow_empty=case.allow_empty,
             mtp_stages=case.mtp_stages,
-            starts=() if reference_start is None else (reference_start,),
+            starts=() if case.reference is None else (case.reference.layers,),
         )
     except BalanceError as error:
         return Result(case, None, reference_s, None, 0.0, f"refused: {error}")
@@ -131,7 +131,7 @@ def _run(case: Case, show_layers: bool) -> Result:
 
 def _reference_remark(case: Case, reference_s: float) -> str | None:
     """Says so where the reference does not take what was published, as then the costs are others."""
-    ours = reference_s / even_s(*_job(case))
+    ours = reference_s / case.even_s
     if case.published_reference is None or abs(ours - case.published_reference) <= TOLERANCE:
         return None
     return f"reference published as {case.published_reference:.4f}"
@@ -150,7 +150,7 @@ def _remarks(
         yield "OVER THE MEMORY"
 
 
-def _peaks(case: Case, layers: tuple[int, ...], mtp_stage: int | None):
+def _peaks(case: Case, layers: tuple[int, ...], mtp_stage: int | None) -> np.ndarray:
     return rank_peaks(case.memory, case.topology, layers, mtp_stage)
 
 
@@ -172,10 +172,6 @@ def _warm_up() -> None:
     """Have the kernels compiled before anything is timed."""
     costs = peer_rows()[0].costs
     find_split(costs, Simulator(peer_rows()[0].topology))
-
-
-def _job(case: Case):
-    return case.costs, case.topology
 
 
 def _figure(case: Case, figure: float) -> str:

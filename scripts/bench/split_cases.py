@@ -60,8 +60,18 @@ class Case:
     proven: bool = False
     allow_empty: bool = False
 
+    @property
+    def even_s(self) -> float:
+        """Seconds of an even split's step."""
+        return even_s(self.costs, self.topology)
+
+    @property
+    def reference_mtp_stage(self) -> int | None:
+        """The reference's stage of multi-token prediction; None where it has none."""
+        return self.reference.mtp.index(max(self.reference.mtp)) if any(self.reference.mtp) else None
+
     def figure(self, seconds: float, reference_s: float | None) -> float:
-        return reference_s / seconds - 1 if self.gain else seconds / even_s(self.costs, self.topology)
+        return reference_s / seconds - 1 if self.gain else seconds / self.even_s
 
     def reached(self, seconds: float, reference_s: float | None) -> bool:
         """Whether a split that takes ``seconds`` is as good as has to be."""
