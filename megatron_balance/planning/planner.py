@@ -11,7 +11,7 @@ from megatron_balance.costs.devices import Device
 from megatron_balance.costs.memory import ChainMemory, Optimizer, chain_memory
 from megatron_balance.model import ModelSpec
 from megatron_balance.pipeline.layout import Layout, parse_layout
-from megatron_balance.pipeline.memory import MemoryLimit, device_limit_bytes, rank_peaks
+from megatron_balance.pipeline.memory import MemoryLimit, device_limit_bytes, limit_like, rank_peaks
 from megatron_balance.pipeline.plan import Plan, make_plan
 from megatron_balance.planning import stock
 from megatron_balance.planning.flags import UNIFORM, MemoryWish
@@ -76,7 +76,11 @@ def plan_job(
         BalanceError: nothing fits the memory, a layout in ``wish`` is not one of this job, or as ``make_plan``.
     """
     memory = chain_memory(model, topology, Optimizer.from_arguments(arguments))
-    limit_bytes = _limit_bytes(wish, device, memory, model, topology, mtp_last=mtp_stages is None, say=say)
+    like = None
+    if wish.like is not None:
+        like = layout_of_wish(wish.like, model.num_layers, model.mtp_num_layers, topology, mtp_stages is None)
+        starts = [*starts, like.layers]
+    limit_bytes = _limit_bytes(wish, like, device, memory, topology, say)
 
     def make(limit_bytes: float | None, *more_starts: Sequence[int]) -> Plan:
         limit = None if limit_bytes is None else MemoryLimit(memory, limit_bytes)
@@ -122,18 +126,16 @@ def layout_of_wish(
 
 def _limit_bytes(
     wish: MemoryWish,
+    like: Layout | None,
     device: Device | None,
     memory: ChainMemory,
-    model: ModelSpec,
     topology: Topology,
-    mtp_last: bool,
     say: Callable[[str], None],
 ) -> float | None:
     if wish.gigabytes is not None:
         return wish.gigabytes * 1e9
-    if wish.like is not None:
-        layout = layout_of_wish(wish.like, model.num_layers, model.mtp_num_layers, topology, mtp_last)
-        return float(rank_peaks(memory, topology, layout.layers, layout.mtp_stage).max())
+    if like is not None:
+        return limit_like(memory, topology, like.layers, like.mtp_stage).limit_bytes
     limit_bytes = None if device is None else device_limit_bytes(device)
     if limit_bytes is not None:
         kept = device.reserve_bytes / 1e9
