@@ -29,8 +29,8 @@ class Planned:
     Attributes:
         plan: the best that was found within the limit.
         memory: of the elements.
-        unlimited: the best that was found without the limit, where that does not fit; else None.
-        tenth_more: the best with a limit a tenth higher; None where it was not asked for or nothing binds.
+        unlimited: the best that was found without the limit; None where that is no faster, or was not asked for.
+        tenth_more: the same with a limit a tenth higher.
     """
 
     plan: Plan
@@ -70,7 +70,7 @@ def plan_job(
         starts: more splits to search from, such as the user's own.
         p2p_s: seconds of a transfer between stages.
         say: told what goes on.
-        asks_more: whether to plan with a tenth more memory too, where the limit binds.
+        asks_more: whether to find out what more memory would buy.
 
     Raises:
         BalanceError: nothing fits the memory, a layout in ``wish`` is not one of this job, or as ``make_plan``.
@@ -82,9 +82,14 @@ def plan_job(
         starts = [*starts, like.layers]
     limit_bytes = _limit_bytes(wish, like, device, memory, topology, say)
 
-    def make(limit_bytes: float | None, *more_starts: Sequence[int]) -> Plan:
-        limit = None if limit_bytes is None else MemoryLimit(memory, limit_bytes)
-        search = {"memory": limit, "mtp_stages": mtp_stages, "starts": [*starts, *more_starts], "say": say}
+    def make(limit_bytes: float | None, *more_starts: Sequence[int], sharpens_bound: bool = True) -> Plan:
+        search: dict[str, Any] = {
+            "memory": None if limit_bytes is None else MemoryLimit(memory, limit_bytes),
+            "mtp_stages": mtp_stages,
+            "starts": [*starts, *more_starts],
+            "say": say,
+            "sharpens_bound": sharpens_bound,
+        }
         plan = make_plan(costs, topology, fingerprinted, model.mtp_num_layers, p2p_s, allow_empty=allow_empty, **search)
         if plan.split.empty_ranks(topology.pipeline_size):
             say(
@@ -95,18 +100,17 @@ def plan_job(
         peaks = rank_peaks(memory, topology, plan.layers, plan.mtp_stage)
         return replace(plan, peak_bytes=tuple(map(float, peaks)))
 
-    unlimited = make(None)
-    if limit_bytes is None or max(unlimited.peak_bytes) <= limit_bytes:
-        return Planned(replace(unlimited, limit_bytes=limit_bytes), memory)
-    say(
-        f"the fastest split needs {max(unlimited.peak_bytes) / 1e9:.1f} GB: searching those of {limit_bytes / 1e9:.1f} GB"
-    )
     plan = make(limit_bytes)
-    plan = replace(plan, limited_by=_limited_by_memory(plan, unlimited) or plan.limited_by)
-    more_bytes, tenth_more = 1.1 * limit_bytes, None
-    if asks_more:
-        tenth_more = unlimited if max(unlimited.peak_bytes) <= more_bytes else make(more_bytes, plan.layers)
-    return Planned(plan, memory, unlimited, tenth_more)
+    if limit_bytes is None or not asks_more:
+        return Planned(plan, memory)
+    say("what more memory would buy:")
+    unlimited = make(None, plan.layers, sharpens_bound=False)
+    if max(unlimited.peak_bytes) <= limit_bytes or plan.step_s <= unlimited.step_s * (1 + _NOTICEABLE):
+        return Planned(plan, memory)
+    more_bytes, tenth_more = 1.1 * limit_bytes, unlimited
+    if max(unlimited.peak_bytes) > more_bytes:
+        tenth_more = make(more_bytes, plan.layers, sharpens_bound=False)
+    return Planned(replace(plan, limited_by=_limited_by_memory(plan, unlimited)), memory, unlimited, tenth_more)
 
 
 def layout_of_wish(
@@ -146,10 +150,7 @@ def _limit_bytes(
     return limit_bytes
 
 
-def _limited_by_memory(plan: Plan, unlimited: Plan) -> str | None:
-    """A sentence, where the limit costs time."""
-    if plan.step_s <= unlimited.step_s * (1 + _NOTICEABLE):
-        return None
+def _limited_by_memory(plan: Plan, unlimited: Plan) -> str:
     shorter = 100 * (1 - unlimited.step_s / plan.step_s)
     return (
         f"memory: without its limit the step would be {shorter:.1f} % shorter, with {max(unlimited.peak_bytes) / 1e9:.1f} GB"
