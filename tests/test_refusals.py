@@ -73,6 +73,11 @@ def prepared(monkeypatch, arguments: list[str], **changes):
         ),
         ("--experimental-attention-variant dsa", "experimental or linear attention"),
         ("--balanced-pipeline-mtp-placement first", "mtp-placement first: must be any or last"),
+        ("--balanced-pipeline-memory-gb 0", "memory-gb 0.0: give the gigabytes"),
+        (
+            "--balanced-pipeline-memory-gb 5 --balanced-pipeline-memory-like uniform",
+            "both limit the memory: leave one out",
+        ),
         ("--num-virtual-stages-per-pipeline-rank 0", "--num-virtual-stages-per-pipeline-rank 0: give 1 or more"),
         ("--num-layers-per-virtual-pipeline-stage=-2", "--num-layers-per-virtual-pipeline-stage -2: give 1 or more"),
         ("--pipeline-model-parallel-size 0", "--pipeline-model-parallel-size 0: give 1 or more"),

@@ -198,6 +198,7 @@ def make_plan(
     mtp_stages: Sequence[int] | None = None,
     starts: Sequence[Sequence[int]] = (),
     say: Callable[[str], None] = lambda text: None,
+    sharpens_bound: bool = True,
 ) -> Plan:
     """Search the split and say what it gives.
 
@@ -207,14 +208,21 @@ def make_plan(
         fingerprinted: names and values of the model, data and hardware that the plan holds for.
         mtp_num_layers: multi-token-prediction layers.
         p2p_s: seconds that a transfer between stages takes.
-        memory, allow_empty, mtp_stages, starts, say: as for ``find_split``.
+        memory, allow_empty, mtp_stages, starts, say, sharpens_bound: as for ``find_split``.
 
     Raises:
         BalanceError: more stages than elements, a schedule that Megatron refuses, or no split fits the memory.
     """
     simulator = Simulator(topology, p2p_s)
     split = find_split(
-        costs, simulator, memory=memory, allow_empty=allow_empty, mtp_stages=mtp_stages, starts=starts, say=say
+        costs,
+        simulator,
+        memory=memory,
+        allow_empty=allow_empty,
+        mtp_stages=mtp_stages,
+        starts=starts,
+        say=say,
+        sharpens_bound=sharpens_bound,
     )
     uniform = uniform_layers(len(costs.layers), topology.num_stages)
     uniform_step_s = None if uniform is None else step_seconds(simulator, stage_costs(costs, uniform))

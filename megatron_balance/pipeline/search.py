@@ -102,6 +102,7 @@ def find_split(
     mtp_stages: Sequence[int] | None = None,
     starts: Sequence[Sequence[int]] = (),
     say: Callable[[str], None] = lambda text: None,
+    sharpens_bound: bool = True,
 ) -> Split:
     """The split with the shortest simulated step, of those that fit the memory.
 
@@ -115,6 +116,7 @@ def find_split(
         mtp_stages: stages in which multi-token prediction may stand; None is the last only.
         starts: more splits to begin from, such as the user's own layout.
         say: told what goes on, a line at a time.
+        sharpens_bound: whether to spend time on a bound that comes near the step, which may find a better split, too.
 
     Raises:
         BalanceError: more stages than elements, or no split fits the memory.
@@ -131,7 +133,8 @@ def find_split(
     if best.layers is None:
         raise _no_room(cases, certain=all(np.isinf(found.bound_s) for found in searched))
     say(_progress(best, min(found.bound_s for found in searched)))
-    best = _raise_bounds(searched, best, say)
+    if sharpens_bound:
+        best = _raise_bounds(searched, best, say)
     bound_s = min(best.step_s, *(found.bound_s for found in searched))
     known_s = min(_shortest_s(case, known) for case in cases)
     layers, step_s = _most_robust(best, known_s, bound_s)

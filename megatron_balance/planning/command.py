@@ -6,6 +6,7 @@ Only what reads the job is imported with this file: compiled code and pictures w
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import json
 import sys
@@ -192,7 +193,7 @@ def _report(
         device=device,
         mtp_stages=None if mtp_last or not job.model.mtp_num_layers else stock.mtp_stages(job.topology),
         allow_empty=job.runs_empty_stages,
-        starts=_starts(job, mtp_last),
+        starts=_starts(options, job, mtp_last),
         say=say,
         asks_more=True,
     )
@@ -211,18 +212,19 @@ def _report(
     return report, judge
 
 
-def _starts(job: Job, mtp_last: bool) -> list[tuple[int, ...]]:
-    """The job's own split, where Megatron takes it: the plan is then never worse."""
+def _starts(options: argparse.Namespace, job: Job, mtp_last: bool) -> list[tuple[int, ...]]:
+    """The job's own split and those to compare, where Megatron takes them: the plan is then never worse."""
     from megatron_balance.planning import stock
 
-    if not job.has_own_split:
-        return []
-    try:
-        own = job.own_split()
-        stock.check_layout(own, job.model.num_layers, job.model.mtp_num_layers, job.topology, mtp_last)
-    except BalanceError:
-        return []
-    return [own.layers]
+    finders = [job.own_split] if job.has_own_split else []
+    finders += [functools.partial(parse_layout, text) for text in options.compare]
+    splits = []
+    for find in finders:
+        with contextlib.suppress(BalanceError):
+            layout = find()
+            stock.check_layout(layout, job.model.num_layers, job.model.mtp_num_layers, job.topology, mtp_last)
+            splits.append(layout.layers)
+    return splits
 
 
 def _show(options: argparse.Namespace, report: Report) -> None:

@@ -11,7 +11,7 @@ from megatron_balance.costs.devices import Device
 from megatron_balance.costs.memory import ChainMemory, Optimizer, chain_memory
 from megatron_balance.model import ModelSpec
 from megatron_balance.pipeline.layout import Layout, parse_layout
-from megatron_balance.pipeline.memory import MemoryLimit, device_limit_bytes, rank_peaks
+from megatron_balance.pipeline.memory import MemoryLimit, device_limit_bytes, limit_like, rank_peaks
 from megatron_balance.pipeline.plan import Plan, make_plan
 from megatron_balance.planning import stock
 from megatron_balance.planning.flags import UNIFORM, MemoryWish
@@ -29,8 +29,8 @@ class Planned:
     Attributes:
         plan: the best that was found within the limit.
         memory: of the elements.
-        unlimited: the best that was found without the limit, where that does not fit; else None.
-        tenth_more: the best with a limit a tenth higher; None where it was not asked for or nothing binds.
+        unlimited: the best that was found without the limit; None where that is no faster, or was not asked for.
+        tenth_more: the same with a limit a tenth higher.
     """
 
     plan: Plan
@@ -70,17 +70,26 @@ def plan_job(
         starts: more splits to search from, such as the user's own.
         p2p_s: seconds of a transfer between stages.
         say: told what goes on.
-        asks_more: whether to plan with a tenth more memory too, where the limit binds.
+        asks_more: whether to find out what more memory would buy.
 
     Raises:
         BalanceError: nothing fits the memory, a layout in ``wish`` is not one of this job, or as ``make_plan``.
     """
     memory = chain_memory(model, topology, Optimizer.from_arguments(arguments))
-    limit_bytes = _limit_bytes(wish, device, memory, model, topology, mtp_last=mtp_stages is None, say=say)
+    like = None
+    if wish.like is not None:
+        like = layout_of_wish(wish.like, model.num_layers, model.mtp_num_layers, topology, mtp_stages is None)
+        starts = [*starts, like.layers]
+    limit_bytes = _limit_bytes(wish, like, device, memory, topology, say)
 
-    def make(limit_bytes: float | None, *more_starts: Sequence[int]) -> Plan:
-        limit = None if limit_bytes is None else MemoryLimit(memory, limit_bytes)
-        search = {"memory": limit, "mtp_stages": mtp_stages, "starts": [*starts, *more_starts], "say": say}
+    def make(limit_bytes: float | None, *more_starts: Sequence[int], sharpens_bound: bool = True) -> Plan:
+        search: dict[str, Any] = {
+            "memory": None if limit_bytes is None else MemoryLimit(memory, limit_bytes),
+            "mtp_stages": mtp_stages,
+            "starts": [*starts, *more_starts],
+            "say": say,
+            "sharpens_bound": sharpens_bound,
+        }
         plan = make_plan(costs, topology, fingerprinted, model.mtp_num_layers, p2p_s, allow_empty=allow_empty, **search)
         if plan.split.empty_ranks(topology.pipeline_size):
             say(
@@ -91,18 +100,17 @@ def plan_job(
         peaks = rank_peaks(memory, topology, plan.layers, plan.mtp_stage)
         return replace(plan, peak_bytes=tuple(map(float, peaks)))
 
-    unlimited = make(None)
-    if limit_bytes is None or max(unlimited.peak_bytes) <= limit_bytes:
-        return Planned(replace(unlimited, limit_bytes=limit_bytes), memory)
-    say(
-        f"the fastest split needs {max(unlimited.peak_bytes) / 1e9:.1f} GB: searching those of {limit_bytes / 1e9:.1f} GB"
-    )
     plan = make(limit_bytes)
-    plan = replace(plan, limited_by=_limited_by_memory(plan, unlimited) or plan.limited_by)
-    more_bytes, tenth_more = 1.1 * limit_bytes, None
-    if asks_more:
-        tenth_more = unlimited if max(unlimited.peak_bytes) <= more_bytes else make(more_bytes, plan.layers)
-    return Planned(plan, memory, unlimited, tenth_more)
+    if limit_bytes is None or not asks_more:
+        return Planned(plan, memory)
+    say("what more memory would buy:")
+    unlimited = make(None, plan.layers, sharpens_bound=False)
+    if max(unlimited.peak_bytes) <= limit_bytes or plan.step_s <= unlimited.step_s * (1 + _NOTICEABLE):
+        return Planned(plan, memory)
+    more_bytes, tenth_more = 1.1 * limit_bytes, unlimited
+    if max(unlimited.peak_bytes) > more_bytes:
+        tenth_more = make(more_bytes, plan.layers, sharpens_bound=False)
+    return Planned(replace(plan, limited_by=_limited_by_memory(plan, unlimited)), memory, unlimited, tenth_more)
 
 
 def layout_of_wish(
@@ -122,18 +130,16 @@ def layout_of_wish(
 
 def _limit_bytes(
     wish: MemoryWish,
+    like: Layout | None,
     device: Device | None,
     memory: ChainMemory,
-    model: ModelSpec,
     topology: Topology,
-    mtp_last: bool,
     say: Callable[[str], None],
 ) -> float | None:
     if wish.gigabytes is not None:
         return wish.gigabytes * 1e9
-    if wish.like is not None:
-        layout = layout_of_wish(wish.like, model.num_layers, model.mtp_num_layers, topology, mtp_last)
-        return float(rank_peaks(memory, topology, layout.layers, layout.mtp_stage).max())
+    if like is not None:
+        return limit_like(memory, topology, like.layers, like.mtp_stage).limit_bytes
     limit_bytes = None if device is None else device_limit_bytes(device)
     if limit_bytes is not None:
         kept = device.reserve_bytes / 1e9
@@ -144,10 +150,7 @@ def _limit_bytes(
     return limit_bytes
 
 
-def _limited_by_memory(plan: Plan, unlimited: Plan) -> str | None:
-    """A sentence, where the limit costs time."""
-    if plan.step_s <= unlimited.step_s * (1 + _NOTICEABLE):
-        return None
+def _limited_by_memory(plan: Plan, unlimited: Plan) -> str:
     shorter = 100 * (1 - unlimited.step_s / plan.step_s)
     return (
         f"memory: without its limit the step would be {shorter:.1f} % shorter, with {max(unlimited.peak_bytes) / 1e9:.1f} GB"
