@@ -495,6 +495,7 @@ def topology_from_arguments(
         context_size=context,
         data_size=data_size,
         microbatch_group_size=group if virtual > 1 else None,
+        overlap_moe=bool(arguments.get("overlap_moe_expert_parallel_comm")),
     )
 
 

@@ -15,6 +15,7 @@ import pytest
 from megatron_balance.cli import main
 from megatron_balance.costs.analytic import analytic_costs
 from megatron_balance.costs.devices import device_chosen
+from megatron_balance.costs.transfer import transfer_s
 from megatron_balance.pipeline.chain import stage_costs
 from megatron_balance.pipeline.layout import parse_layout
 from megatron_balance.planning.formats import bridge_line, deepspeed_class, deepspeed_parts
@@ -60,7 +61,9 @@ def test_json_is_all_of_standard_output_and_holds_what_was_simulated(capsys) -> 
     layout = parse_layout(values["layout"])
     assert [stage["layers"] for stage in values["stages"]] == list(layout.layers)
     job = read_job(shlex.split(PP4), num_microbatches=8)
-    costs, simulator = analytic_costs(job.model, job.topology, device_chosen("generic")), Simulator(job.topology)
+    device = device_chosen("generic")
+    costs = analytic_costs(job.model, job.topology, device)
+    simulator = Simulator(job.topology, transfer_s(job.model, job.topology, device))
     stages = stage_costs(costs, layout.layers)
     step_s = simulator.step_s([stage.forward_s for stage in stages], [stage.backward_s for stage in stages])
     even = costs.total * 0.25
@@ -333,7 +336,8 @@ def test_hybrid_models_get_borders_in_their_pattern(capsys) -> None:
 
 def test_prediction_may_stand_away_from_the_head_only_where_allowed(capsys) -> None:
     flags = f"--num-microbatches 8 --mtp-num-layers 1 {PP4} --balanced-pipeline-head-weight 6"
-    assert planned(capsys, f"--mtp-placement last {flags}")["layout"].endswith("mL")
+    for flag in ("--mtp-placement last", "--balanced-pipeline-mtp-placement last"):
+        assert planned(capsys, f"{flag} {flags}")["layout"].endswith("mL")
     anywhere = planned(capsys, flags)
     assert not anywhere["layout"].endswith("mL") and parse_layout(anywhere["layout"]).mtp_stage < 3
 

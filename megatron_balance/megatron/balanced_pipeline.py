@@ -15,6 +15,7 @@ from itertools import pairwise
 from typing import Any
 
 from megatron_balance.costs.chain import ChainCosts
+from megatron_balance.costs.transfer import transfer_s
 from megatron_balance.errors import BalanceError, MemoryLack
 from megatron_balance.files import read_text
 from megatron_balance.megatron import stored_layout
@@ -25,12 +26,10 @@ from megatron_balance.megatron.registry import Hook, registry
 from megatron_balance.megatron.split_arguments import (
     argument_of,
     is_ours,
-    may_leave_empty,
     mtp_stages,
     num_layers,
     pattern_of,
     refuse_given_split,
-    refuse_virtual_stages_of_blocks,
     split_flag,
     write_split,
 )
@@ -39,6 +38,7 @@ from megatron_balance.pipeline.chain import check_stages
 from megatron_balance.pipeline.layout import Layout, parse_layout
 from megatron_balance.pipeline.plan import Plan, Scalar, find_plan, save_plan
 from megatron_balance.pipeline.show import render_plan
+from megatron_balance.planning import stock
 from megatron_balance.planning.planner import plan_job
 from megatron_balance.reporting import say
 from megatron_balance.topology import Topology
@@ -63,7 +63,7 @@ def before_validation(args: Any, options: Options) -> None:
     if options.dry_run is not None:
         _pretend_world_size(args, options.dry_run)
     virtual_size = _virtual_size(args)
-    refuse_virtual_stages_of_blocks(args, virtual_size)
+    stock.refuse_virtual_stages_of_blocks(vars(args), virtual_size)
     args.num_layers_per_virtual_pipeline_stage = None
     args.num_virtual_stages_per_pipeline_rank = None
     registry.apply(PRINT_ARGS)
@@ -236,6 +236,7 @@ def _plan_within_memory(
     holds_for: Mapping[str, Scalar],
 ) -> Plan:
     """A plan that fits the memory asked for, or by the estimate the device's, which does not keep a job from starting."""
+    device = device_of_job(options)
     make = functools.partial(
         plan_job,
         costs,
@@ -245,13 +246,14 @@ def _plan_within_memory(
         holds_for,
         wish=options.memory,
         mtp_stages=mtp_stages(args, options, topology),
-        allow_empty=may_leave_empty(args, topology),
+        allow_empty=stock.may_leave_empty(topology, by_pattern=pattern_of(args) is not None),
+        p2p_s=transfer_s(model, topology, device),
         say=lambda text: say(f"megatron-balance: {text}"),
     )
     if options.memory.is_given:
         return make().plan
     try:
-        return make(device=device_of_job(options)).plan
+        return make(device=device).plan
     except MemoryLack as lack:
         say(f"megatron-balance: planning without a limit of memory, as the estimate leaves no split: {lack}")
         return make().plan

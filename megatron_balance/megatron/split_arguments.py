@@ -79,20 +79,6 @@ def refuse_given_split(args: Any) -> None:
         )
 
 
-def refuse_virtual_stages_of_blocks(args: Any, virtual_size: int) -> None:
-    """Megatron builds layers with a configuration of their own as if each rank had one stage, in every version so far.
-
-    Raises:
-        BalanceError: this job has more.
-    """
-    names = [f"heterogeneous_layers_config_{what}" for what in ("path", "encoded_json")]
-    if virtual_size > 1 and any(getattr(args, name, None) for name in names):
-        raise BalanceError(
-            f"Megatron cannot build layers that each have a configuration of their own in {virtual_size} virtual stages a"
-            " rank: leave out --num-virtual-stages-per-pipeline-rank and --num-layers-per-virtual-pipeline-stage"
-        )
-
-
 # --- writing ----------------------------------------------------------------------------------------------------------
 
 
@@ -115,13 +101,11 @@ def write_split(args: Any, layout: Layout) -> None:
 def mtp_stages(args: Any, options: Options, topology: Topology) -> tuple[int, ...] | None:
     """The stages in which multi-token prediction may stand; None is the last one only.
 
-    Where Megatron sends on what it puts out, ``stock.mtp_stages``. The schedule that combines passes (``overlap_moe``) puts
-    the losses of multi-token prediction beside it; the head's stage is safe there.
+    Those of ``stock.mtp_stages``, where this Megatron sends on what it puts out.
     """
-    stays = options.mtp_placement == LAST or not args.mtp_num_layers or topology.overlap_moe
-    if stays or pattern_of(args) is not None or not _places_mtp_apart():
+    if options.mtp_placement == LAST or not args.mtp_num_layers or not _places_mtp_apart():
         return None
-    return stock.mtp_stages(topology)
+    return stock.mtp_stages(topology, pattern_of(args) is not None)
 
 
 def _places_mtp_apart() -> bool:
@@ -135,14 +119,3 @@ def _places_mtp_apart() -> bool:
         return PipelineParallelLayerLayout("Et|m|L", 3).validate_layer_layout(1, 1) is True
     except (AssertionError, NotImplementedError, TypeError, ValueError):
         return False
-
-
-def may_leave_empty(args: Any, topology: Topology) -> bool:
-    """Whether stages in the middle may hold no layer.
-
-    A `TransformerBlock` without layers hands on a copy of what it gets. A hybrid model's stack hands on that itself, which
-    the schedule frees as soon as it is sent: the losses are wrong. And no version can load a checkpoint into a rank without
-    any parameter, as one is whose only stage is empty, or all of whose stages are (``Layout.empty_ranks``). The schedule
-    that combines passes (``overlap_moe``) goes layer by layer, and has not been tried without any.
-    """
-    return topology.virtual_size > 1 and not topology.overlap_moe and pattern_of(args) is None

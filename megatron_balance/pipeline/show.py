@@ -26,6 +26,8 @@ def render_plan(plan: Plan, width: int = 100, with_layout: bool = True) -> str:
         ("embedding", _in_layers(plan.embedding_in_layers)),
         ("head", _in_layers(plan.head_in_layers)),
     ]
+    if plan.p2p_s:
+        costs.append(("transfer", f"{_duration(plan.p2p_s)} from stage to stage, by the device's link"))
     if plan.limit_bytes is not None:
         costs.append(("memory", f"at most {plan.limit_bytes / _GB:.2f} GB a rank"))
     outcome = [

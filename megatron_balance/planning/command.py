@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from megatron_balance.costs.devices import Device, device_chosen
+from megatron_balance.costs.devices import Device, device_chosen, device_named
 from megatron_balance.errors import BalanceError
 from megatron_balance.files import write_text
 from megatron_balance.pipeline.layout import parse_layout
@@ -72,6 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--mtp-placement",
+        f"{FLAG}-mtp-placement",
         choices=("any", "last"),
         default="any",
         help="where multi-token prediction may stand: any stage that Megatron 0.16 and newer takes, or the last stage, as 0.14 and"
@@ -86,8 +87,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         f"{FLAG}-device",
         metavar="NAME",
-        help="whose speeds and memory are taken: A100, H100, H200, B200, generic (a GPU), cpu (default: generic speeds, and no"
-        " memory limit)",
+        help="whose speeds, memory and link are taken: A100, H100, H200, B200, generic (a GPU), cpu, also with speeds of its own"
+        " (H100,tflops=700,tbps=3); default: generic speeds, and no memory limit",
     )
     for name in ("embedding", "head"):
         parser.add_argument(
@@ -118,8 +119,8 @@ def plan(options: argparse.Namespace, argv: Sequence[str]) -> int:
     say = functools.partial(print, file=sys.stderr, flush=True)
     if job.ignored:
         say(f"megatron-balance: without effect on a plan: {' '.join(job.ignored)}")
-    costs = _costs(options, job, device)
-    report, judge = _report(options, job, costs, wish, device, lambda text: say(f"megatron-balance: {text}"))
+    costs, p2p_s = _costs(options, job, device)
+    report, judge = _report(options, job, costs, p2p_s, wish, device, lambda text: say(f"megatron-balance: {text}"))
     _show(options, report)
     if options.timeline is not None:
         _draw(options.timeline, report, judge)
@@ -144,9 +145,11 @@ def _check_topology(job: Job) -> None:
     check_stages(job.model.num_layers, job.topology.num_stages)
 
 
-def _costs(options: argparse.Namespace, job: Job, device: Device | None) -> ChainCosts:
-    from megatron_balance.costs.analytic import analytic_costs
+def _costs(options: argparse.Namespace, job: Job, device: Device | None) -> tuple[ChainCosts, float]:
+    """Costs of the elements, and seconds of a transfer between stages, by the link of the device that the costs are of."""
+    from megatron_balance.costs.analytic import analytic_table
     from megatron_balance.costs.table import load_costs, shapes_of
+    from megatron_balance.costs.transfer import transfer_s
 
     source = options.balanced_pipeline_costs
     if source == PROFILE:
@@ -154,22 +157,23 @@ def _costs(options: argparse.Namespace, job: Job, device: Device | None) -> Chai
             f"plan measures nothing: run `megatron-balance profile --output costs.json ...`, then give {FLAG}-costs costs.json"
         )
     if source in (None, ANALYTIC):
-        costs = analytic_costs(job.model, job.topology, device or device_chosen(_DEVICE))
+        table = analytic_table(job.model, job.topology, device or device_chosen(_DEVICE))
     else:
         table = load_costs(source)
         table.check_fits(shapes_of(job.model, job.topology), f"the costs file {source}")
-        costs = table.chain(job.model, job.topology)
     weights = [
         layer_weight(f"{FLAG}-{name}-weight", getattr(options, f"balanced_pipeline_{name}_weight"))
         for name in ("embedding", "head")
     ]
-    return costs.with_weights(*weights)
+    costs = table.chain(job.model, job.topology).with_weights(*weights)
+    return costs, transfer_s(job.model, job.topology, device or device_named(table.device))
 
 
 def _report(
     options: argparse.Namespace,
     job: Job,
     costs: ChainCosts,
+    p2p_s: float,
     wish: MemoryWish,
     device: Device | None,
     say: Callable[[str], None],
@@ -180,7 +184,9 @@ def _report(
     from megatron_balance.planning.study import Judge, alternatives, best_rival, sensitivity
     from megatron_balance.schedule.simulate import Simulator
 
-    mtp_last = options.mtp_placement == "last" or job.pattern is not None
+    by_pattern = job.pattern is not None
+    mtp_last = options.mtp_placement == "last" or by_pattern
+    apart = job.model.mtp_num_layers and not mtp_last
     own = job.own_split if job.has_own_split else None
     say(f"planning {job.topology.num_stages} stages on costs {costs.source} ...")
     planned = plan_job(
@@ -191,20 +197,21 @@ def _report(
         job.model.fingerprint,
         wish=wish,
         device=device,
-        mtp_stages=None if mtp_last or not job.model.mtp_num_layers else stock.mtp_stages(job.topology),
-        allow_empty=job.runs_empty_stages,
+        mtp_stages=stock.mtp_stages(job.topology, by_pattern) if apart else None,
+        allow_empty=stock.may_leave_empty(job.topology, by_pattern),
         starts=_starts(options, job, mtp_last),
+        p2p_s=p2p_s,
         say=say,
         asks_more=True,
     )
-    judge = Judge(costs, Simulator(job.topology), planned.memory, planned.plan.limit_bytes)
+    judge = Judge(costs, Simulator(job.topology, p2p_s), planned.memory, planned.plan.limit_bytes)
     found = alternatives(
         judge,
         job.model.mtp_num_layers,
         own,
         options.compare,
         mtp_last=mtp_last,
-        by_pattern=job.pattern is not None,
+        by_pattern=by_pattern,
     )
     rival = best_rival(found, options.compare)
     chosen = planned.plan.split

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from megatron_balance.command_line import completed, read_command_line, topology_from_arguments
-from megatron_balance.errors import BalanceError
 from megatron_balance.hugging_face import arguments_from_config
 from megatron_balance.model import HybridPattern, ModelSpec, hybrid_pattern
 from megatron_balance.pipeline.layout import Layout, parse_layout
@@ -18,7 +17,6 @@ _LAYOUT = "pipeline_model_parallel_layout"
 _ACCOUNT = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
 _COUNTS = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
 _PATTERNS = ("hybrid_layer_pattern", "hybrid_override_pattern")
-_OWN_BLOCKS = ("heterogeneous_layers_config_path", "heterogeneous_layers_config_encoded_json")
 
 
 @dataclass(frozen=True)
@@ -71,14 +69,6 @@ class Job:
         return Layout.of(stock.even_split(layers, self.topology, embedding, loss), mtp)
 
     @property
-    def runs_empty_stages(self) -> bool:
-        """Whether a stage between the first and the last may be without layers, as Megatron core from 0.14 on runs them.
-
-        It cannot load a rank without any layer, as its only stage would make one, nor run such a stage of a hybrid model.
-        """
-        return self.topology.virtual_size > 1 and self.pattern is None
-
-    @property
     def _pattern_stages(self) -> tuple[str, ...]:
         return () if self.pattern is None else self.pattern.stages
 
@@ -108,13 +98,8 @@ def read_job(
         num_microbatches,
         line.world_size if world_size is None else world_size,
     )
-    if topology.virtual_size > 1 and any(arguments.get(name) for name in _OWN_BLOCKS):
-        raise BalanceError(
-            "Megatron cannot build layers that each have a configuration of their own in several virtual stages a rank: leave"
-            " out --num-virtual-stages-per-pipeline-rank and --num-layers-per-virtual-pipeline-stage"
-        )
-    overlap_moe = bool(arguments.get("overlap_moe_expert_parallel_comm"))
-    topology, arguments = replace(topology, overlap_moe=overlap_moe), completed(arguments)
+    stock.refuse_virtual_stages_of_blocks(arguments, topology.virtual_size)
+    arguments = completed(arguments)
     return Job(arguments, line.ignored, ModelSpec.from_arguments(arguments), topology, pattern)
 
 

@@ -6,7 +6,8 @@ Source: ``megatron/core/transformer/transformer_config.py`` (the checks) and ``t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from megatron_balance.errors import BalanceError
 from megatron_balance.pipeline.layout import Layout
@@ -110,11 +111,40 @@ def check_layout(layout: Layout, num_layers: int, mtp_num_layers: int, topology:
         raise BalanceError("m must stand in the last virtual stage of its rank")
 
 
-def mtp_stages(topology: Topology) -> tuple[int, ...]:
-    """Stages in which Megatron core 0.16 and newer runs multi-token prediction: the last one of each rank but the first.
+def refuse_virtual_stages_of_blocks(arguments: Mapping[str, Any], virtual_size: int) -> None:
+    """Megatron builds layers with a configuration of their own as if each rank had one stage, in every version so far.
 
-    It lets the first rank pass too, which would then have the word embedding twice, and train something else.
+    Raises:
+        BalanceError: this job has more.
     """
+    names = [f"heterogeneous_layers_config_{what}" for what in ("path", "encoded_json")]
+    if virtual_size > 1 and any(arguments.get(name) for name in names):
+        raise BalanceError(
+            f"Megatron cannot build layers that each have a configuration of their own in {virtual_size} virtual stages a"
+            " rank: leave out --num-virtual-stages-per-pipeline-rank and --num-layers-per-virtual-pipeline-stage"
+        )
+
+
+def may_leave_empty(topology: Topology, by_pattern: bool) -> bool:
+    """Whether stages in the middle may hold no layer, as Megatron core from 0.14 on runs them.
+
+    A `TransformerBlock` without layers hands on a copy of what it gets. A hybrid model's stack (``by_pattern``) hands on that
+    itself, which the schedule frees as soon as it is sent: the losses are wrong. And no version can load a checkpoint into a
+    rank without any parameter, as one is whose only stage is empty, or all of whose stages are (``Layout.empty_ranks``). The
+    schedule that combines passes (``overlap_moe``) goes layer by layer, and has not been tried without any.
+    """
+    return topology.virtual_size > 1 and not topology.overlap_moe and not by_pattern
+
+
+def mtp_stages(topology: Topology, by_pattern: bool) -> tuple[int, ...] | None:
+    """Stages in which Megatron core 0.16 and newer runs multi-token prediction; None is the last one only.
+
+    The last one of each rank but the first. Megatron lets the first rank pass too, which would then have the word embedding
+    twice, and train something else. The schedule that combines passes (``overlap_moe``) puts the losses of multi-token
+    prediction beside it, and a hybrid model's pattern (``by_pattern``) has no place for it: the head's stage is safe there.
+    """
+    if topology.overlap_moe or by_pattern:
+        return None
     first = topology.num_stages - topology.pipeline_size
     return tuple(range(min(first + 1, topology.num_stages - 1), topology.num_stages))
 
