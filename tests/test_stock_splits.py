@@ -8,8 +8,8 @@ import warnings
 import pytest
 
 from megatron_balance.errors import BalanceError
+from megatron_balance.pipeline import stock
 from megatron_balance.pipeline.layout import parse_layout
-from megatron_balance.planning import stock
 from megatron_balance.topology import Topology
 
 SHAPES = [

@@ -34,11 +34,11 @@ from megatron_balance.megatron.split_arguments import (
     write_split,
 )
 from megatron_balance.model import ModelSpec, refuse_uncovered
+from megatron_balance.pipeline import stock
 from megatron_balance.pipeline.chain import check_stages
 from megatron_balance.pipeline.layout import Layout, parse_layout
 from megatron_balance.pipeline.plan import Plan, Scalar, find_plan, save_plan
 from megatron_balance.pipeline.show import render_plan
-from megatron_balance.planning import stock
 from megatron_balance.planning.planner import plan_job
 from megatron_balance.reporting import say
 from megatron_balance.topology import Topology

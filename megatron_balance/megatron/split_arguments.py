@@ -11,8 +11,8 @@ from typing import Any
 from megatron_balance.errors import BalanceError
 from megatron_balance.megatron.arguments import FLAG, LAST, Options
 from megatron_balance.model import HybridPattern, hybrid_pattern, layer_kinds
+from megatron_balance.pipeline import stock
 from megatron_balance.pipeline.layout import Layout
-from megatron_balance.planning import stock
 from megatron_balance.topology import Topology
 
 LAYOUT = "pipeline_model_parallel_layout"

@@ -14,7 +14,9 @@ from typing import Any
 
 from megatron_balance import __version__, reading
 from megatron_balance.errors import BalanceError
+from megatron_balance.pipeline import stock
 from megatron_balance.pipeline.layout import Layout, parse_layout
+from megatron_balance.topology import Topology
 
 FILE_NAME = "megatron_balance.json"
 _FORMAT = "megatron-balance layout"
@@ -103,36 +105,17 @@ def layout_of_arguments(arguments: Mapping[str, Any]) -> StoredLayout | None:
     if not num_layers or not ranks:
         return None
     virtual_size = arguments.get("virtual_pipeline_model_parallel_size") or 1
-    text = arguments.get("pipeline_model_parallel_layout")
     pattern = arguments.get("hybrid_layer_pattern") or arguments.get("hybrid_override_pattern") or ""
-    stages = pattern.partition("/")[0].split("|")
-    if len(stages) > 1:
-        text = str(Layout.of([len(stage) for stage in stages], arguments.get("mtp_num_layers") or 0))
     try:
-        layout = (
-            Layout.of(_without_layout(arguments, num_layers, ranks, virtual_size), arguments.get("mtp_num_layers") or 0)
-            if text is None
-            else parse_layout(str(text))
+        layout = stock.own_split(
+            arguments,
+            num_layers,
+            arguments.get("mtp_num_layers") or 0,
+            Topology(ranks, num_microbatches=1, virtual_size=virtual_size),
+            pattern.partition("/")[0].split("|"),
         )
     except BalanceError:
         return None
     if sum(layout.layers) != num_layers or len(layout.layers) != ranks * virtual_size:
         return None
     return StoredLayout(layout, ranks, virtual_size)
-
-
-def _without_layout(arguments: Mapping[str, Any], num_layers: int, ranks: int, virtual_size: int) -> list[int]:
-    """Layers of each stage by Megatron's older flags: even, with counts for the ends, or with embedding and head as layers."""
-    ends = {
-        rank: count
-        for rank, name in ((0, "decoder_first_pipeline_num_layers"), (ranks - 1, "decoder_last_pipeline_num_layers"))
-        if (count := arguments.get(name)) is not None
-    }
-    embedding = bool(arguments.get("account_for_embedding_in_pipeline_split"))
-    loss = bool(arguments.get("account_for_loss_in_pipeline_split"))
-    shared = num_layers - sum(ends.values()) + embedding + loss
-    of_ranks = [ends.get(rank, shared // max(1, ranks - len(ends))) for rank in range(ranks)]
-    layers = [count // virtual_size for count in of_ranks] * virtual_size
-    layers[0] -= embedding
-    layers[-1] -= loss
-    return layers

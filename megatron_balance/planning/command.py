@@ -178,7 +178,7 @@ def _report(
     device: Device | None,
     say: Callable[[str], None],
 ) -> tuple[Report, Judge]:
-    from megatron_balance.planning import stock
+    from megatron_balance.pipeline import stock
     from megatron_balance.planning.planner import plan_job
     from megatron_balance.planning.report import Report
     from megatron_balance.planning.study import Judge, alternatives, best_rival, sensitivity
@@ -221,7 +221,7 @@ def _report(
 
 def _starts(options: argparse.Namespace, job: Job, mtp_last: bool) -> list[tuple[int, ...]]:
     """The job's own split and those to compare, where Megatron takes them: the plan is then never worse."""
-    from megatron_balance.planning import stock
+    from megatron_balance.pipeline import stock
 
     finders = [job.own_split] if job.has_own_split else []
     finders += [functools.partial(parse_layout, text) for text in options.compare]

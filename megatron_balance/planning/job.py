@@ -9,13 +9,10 @@ from typing import Any
 from megatron_balance.command_line import completed, read_command_line, topology_from_arguments
 from megatron_balance.hugging_face import arguments_from_config
 from megatron_balance.model import HybridPattern, ModelSpec, hybrid_pattern
-from megatron_balance.pipeline.layout import Layout, parse_layout
-from megatron_balance.planning import stock
+from megatron_balance.pipeline import stock
+from megatron_balance.pipeline.layout import Layout
 from megatron_balance.topology import Topology
 
-_LAYOUT = "pipeline_model_parallel_layout"
-_ACCOUNT = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
-_COUNTS = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
 _PATTERNS = ("hybrid_layer_pattern", "hybrid_override_pattern")
 
 
@@ -48,9 +45,7 @@ class Job:
     @property
     def has_own_split(self) -> bool:
         """Whether its flags ask for another split than the uniform one."""
-        given = [self.arguments.get(name) for name in (_LAYOUT, *_COUNTS)]
-        account = any(self.arguments.get(name) for name in _ACCOUNT)
-        return account or any(value is not None for value in given) or len(self._pattern_stages) > 1
+        return stock.has_own_split(self.arguments, self._pattern_stages)
 
     def own_split(self) -> Layout:
         """The split that the job's flags ask for.
@@ -58,15 +53,10 @@ class Job:
         Raises:
             BalanceError: Megatron would refuse it.
         """
-        arguments, layers, mtp = self.arguments, self.model.num_layers, self.model.mtp_num_layers
-        if (text := arguments.get(_LAYOUT)) is not None:
-            return parse_layout(str(text))
-        if len(self._pattern_stages) > 1:
-            return Layout.of([len(stage) for stage in self._pattern_stages], mtp)
-        if any(arguments.get(name) is not None for name in _COUNTS):
-            return Layout.of(stock.counted_split(layers, self.topology, *map(arguments.get, _COUNTS)), mtp)
-        embedding, loss = (bool(arguments.get(name)) for name in _ACCOUNT)
-        return Layout.of(stock.even_split(layers, self.topology, embedding, loss), mtp)
+        model = self.model
+        return stock.own_split(
+            self.arguments, model.num_layers, model.mtp_num_layers, self.topology, self._pattern_stages
+        )
 
     @property
     def _pattern_stages(self) -> tuple[str, ...]:

@@ -10,10 +10,10 @@ from megatron_balance.costs.chain import ChainCosts
 from megatron_balance.costs.devices import Device
 from megatron_balance.costs.memory import ChainMemory, Optimizer, chain_memory
 from megatron_balance.model import ModelSpec
+from megatron_balance.pipeline import stock
 from megatron_balance.pipeline.layout import Layout, parse_layout
 from megatron_balance.pipeline.memory import MemoryLimit, device_limit_bytes, limit_like, rank_peaks
 from megatron_balance.pipeline.plan import Plan, make_plan
-from megatron_balance.planning import stock
 from megatron_balance.planning.flags import UNIFORM, MemoryWish
 from megatron_balance.reading import Scalar
 from megatron_balance.topology import Topology

@@ -11,11 +11,11 @@ import numpy as np
 from megatron_balance.costs.chain import ChainCosts
 from megatron_balance.costs.memory import ChainMemory
 from megatron_balance.errors import BalanceError
+from megatron_balance.pipeline import stock
 from megatron_balance.pipeline.chain import end_costs, prefix_costs, stage_costs
 from megatron_balance.pipeline.layout import Layout, parse_layout
 from megatron_balance.pipeline.memory import rank_peaks
 from megatron_balance.pipeline.plan import step_seconds
-from megatron_balance.planning import stock
 from megatron_balance.schedule.simulate import Simulator, Timeline
 from megatron_balance.topology import Topology
 

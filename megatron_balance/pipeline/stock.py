@@ -6,12 +6,50 @@ Source: ``megatron/core/transformer/transformer_config.py`` (the checks) and ``t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from megatron_balance.errors import BalanceError
-from megatron_balance.pipeline.layout import Layout
+from megatron_balance.pipeline.layout import Layout, parse_layout
 from megatron_balance.topology import Topology
+
+_COUNTS = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
+_ACCOUNT = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
+
+
+def has_own_split(arguments: Mapping[str, Any], pattern_stages: Sequence[str] = ()) -> bool:
+    """Whether ``arguments`` ask for another split than the uniform one."""
+    given = any(arguments.get(name) is not None for name in ("pipeline_model_parallel_layout", *_COUNTS))
+    return given or any(arguments.get(name) for name in _ACCOUNT) or len(pattern_stages) > 1
+
+
+def own_split(
+    arguments: Mapping[str, Any],
+    num_layers: int,
+    mtp_num_layers: int,
+    topology: Topology,
+    pattern_stages: Sequence[str] = (),
+) -> Layout:
+    """The split that ``arguments``, Megatron's by name, ask for.
+
+    Args:
+        arguments: with a layout, counts for the first and the last rank, embedding and loss as layers, or none of them.
+        num_layers, mtp_num_layers: of the model.
+        topology: sizes of the pipeline.
+        pattern_stages: letters of each stage of a hybrid model's pattern.
+
+    Raises:
+        BalanceError: Megatron would refuse it.
+    """
+    if len(pattern_stages) > 1:
+        return Layout.of([len(stage) for stage in pattern_stages], mtp_num_layers)
+    if (text := arguments.get("pipeline_model_parallel_layout")) is not None:
+        return parse_layout(str(text))
+    if any(arguments.get(name) is not None for name in _COUNTS):
+        split = counted_split(num_layers, topology, *map(arguments.get, _COUNTS))
+    else:
+        split = even_split(num_layers, topology, *(bool(arguments.get(name)) for name in _ACCOUNT))
+    return Layout.of(split, mtp_num_layers)
 
 
 def even_split(num_layers: int, topology: Topology, embedding: bool = False, loss: bool = False) -> tuple[int, ...]:
