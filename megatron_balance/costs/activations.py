@@ -18,7 +18,7 @@ from megatron_balance.topology import Topology
 
 _FP32, _INT64 = 4, 8
 _MASK = 1  # a byte a value, as torch's CUDA dropout keeps it
-_MATMUL_BYTES = {"fp8": 1.0, "fp4": 0.5}
+LOW_PRECISION_BYTES = {"fp8": 1.0, "fp4": 0.5}  # of a value in matrix products alone
 
 
 @dataclass(frozen=True)
@@ -119,8 +119,8 @@ class Activations:
         kept = Saved(normed + gate + self._attended(queries), widest=self._bytes(2 * queries + 2 * keys))
         if model.fused_kernels:
             mixed = self._bytes(queries + 2 * keys) * model.qk_layernorm  # the norms' input
-            return kept + Saved(self._bytes(queries + 2 * keys) + mixed) + self._core(queries)
-        return kept + self._local_inputs(queries, keys, model.num_attention_heads > groups) + self._core(queries)
+            return kept + Saved(self._bytes(queries + 2 * keys) + mixed) + self._core()
+        return kept + self._local_inputs(queries, keys, model.num_attention_heads > groups) + self._core()
 
     def _local_inputs(self, queries: int, keys: int, grouped: bool) -> Saved:
         """Queries, keys and values of local attention, which repeats the keys and values of a group for each query.
@@ -139,7 +139,7 @@ class Activations:
             sources = 3 * queries + (queries + joint) * normed if grouped else joint + (queries + keys) * copied
         return Saved(self._bytes(sources) + tables * self.model.dtype_bytes)
 
-    def _core(self, queries: int) -> Saved:
+    def _core(self) -> Saved:
         """The inside of attention: a number for each head and token in flash attention, else all scores."""
         model = self.model
         heads = model.num_attention_heads / self.topology.tensor_size
@@ -164,7 +164,7 @@ class Activations:
             wide += heads * latent.qk_head_dim
         up = self._recomputable(self._bytes(wide), "mla_up_proj")
         kept = Saved(latents + self._attended(outputs), widest=self._bytes(wide + outputs))
-        return kept + up + self._core(heads * latent.head_dim)
+        return kept + up + self._core()
 
     def _mamba(self, mamba: Mamba) -> Saved:
         """The joint projection, and the scan's output before and after its gate and norm; the scan runs again anyway.
@@ -228,7 +228,7 @@ class Activations:
         """Bytes of a linear layer's kept input, over those in the model's dtype: Transformer Engine keeps what it multiplies."""
         if not self.model.fused_kernels:
             return 1.0
-        return _MATMUL_BYTES.get(self.model.matmul_dtype, self.model.dtype_bytes) / self.model.dtype_bytes
+        return LOW_PRECISION_BYTES.get(self.model.matmul_dtype, self.model.dtype_bytes) / self.model.dtype_bytes
 
     def _bytes(self, width: float) -> float:
         """Of values that tensor parallelism splits, ``width`` of them a token."""

@@ -6,14 +6,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megatron_balance.costs.activations import Activations
+from megatron_balance.costs.activations import LOW_PRECISION_BYTES, Activations
 from megatron_balance.costs.parameters import Parameters, chain_parameters
 from megatron_balance.errors import BalanceError
 from megatron_balance.model import LayerKind, ModelSpec
 from megatron_balance.topology import Topology
 
 _FP32 = 4.0
-_LOW_PRECISION = {"fp8": 1.0, "fp4": 0.5}
 _WIDTHS = {"fp32": 4.0, "float32": 4.0, "bf16": 2.0, "bfloat16": 2.0, "fp16": 2.0, "float16": 2.0,
            "fp8": 1.0, "uint8": 1.0}  # fmt: skip
 _MOMENTS = {"adam": ("exp_avg_dtype", "exp_avg_sq_dtype"), "sgd": ("exp_avg_dtype",), "lion": ("exp_avg_dtype",)}
@@ -148,7 +147,11 @@ class _Chain:
         Transformer Engine makes one copy for the forward pass and a transposed one for the backward pass.
         """
         model = self.model
-        width = model.dtype_bytes + model.main_gradient_bytes + 2 * _LOW_PRECISION.get(model.matmul_dtype, 0.0) * cached
+        width = (
+            model.dtype_bytes
+            + model.main_gradient_bytes
+            + 2 * LOW_PRECISION_BYTES.get(model.matmul_dtype, 0.0) * cached
+        )
         return width * parameters.total + self.optimizer.state_bytes(parameters, model, self.topology)
 
     def _layer(self, kind: LayerKind) -> ElementMemory:

@@ -214,6 +214,17 @@ def load_costs(path: str | os.PathLike[str]) -> CostTable:
     return CostTable.from_json(read_text(path, name), name)
 
 
+def load_fitting(path: str | os.PathLike[str], model: ModelSpec, topology: Topology) -> CostTable:
+    """Read a costs file for this model.
+
+    Raises:
+        BalanceError: as ``load_costs``, or its costs are of other shapes.
+    """
+    table = load_costs(path)
+    table.check_fits(shapes_of(model, topology), f"the costs file {path}")
+    return table
+
+
 def save_costs(path: str | os.PathLike[str], table: CostTable) -> None:
     """Write a costs file; a reader finds the old file or the new one, never a part.
 

@@ -8,10 +8,17 @@ from typing import Any
 
 from megatron_balance.costs.devices import Device, device_chosen
 from megatron_balance.errors import BalanceError
-from megatron_balance.planning.flags import FLAG, MemoryWish, add_memory_arguments, layer_weight, memory_wish
-
-PROFILE, ANALYTIC = "profile", "analytic"
-ANY, LAST = "any", "last"
+from megatron_balance.planning.flags import (
+    ANALYTIC,
+    ANY,
+    FLAG,
+    LAST,
+    PROFILE,
+    MemoryWish,
+    add_memory_arguments,
+    layer_weight,
+    memory_wish,
+)
 
 
 def given_in(argv: list[str]) -> bool:
@@ -51,7 +58,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     group.add_argument(
         f"{FLAG}-device",
         metavar="NAME",
-        help="Plan on estimates for this device: A100, H100, H200, B200, generic (a GPU), cpu. For a dry run on a login node.",
+        help="Plan on estimates for this device: A100, H100, H200, B200, generic (a GPU), cpu, also with"
+        " speeds of its own (H100,tflops=700,tbps=3). For a dry run on a login node.",
     )
     add_memory_arguments(group)
     group.add_argument(

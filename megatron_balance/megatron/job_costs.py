@@ -19,7 +19,7 @@ from megatron_balance import cpu
 from megatron_balance.costs.analytic import analytic_costs
 from megatron_balance.costs.chain import ChainCosts
 from megatron_balance.costs.devices import Device, device_named
-from megatron_balance.costs.table import CostTable, load_costs, save_costs, shapes_of
+from megatron_balance.costs.table import CostTable, load_fitting, save_costs, shapes_of
 from megatron_balance.errors import BalanceError
 from megatron_balance.megatron.agreement import gather_on_rank_0
 from megatron_balance.megatron.arguments import ANALYTIC, FLAG, PROFILE, Options
@@ -55,9 +55,7 @@ def costs_of_job(args: Any, options: Options, model: ModelSpec, topology: Topolo
     if options.costs_kind == ANALYTIC:
         return _estimated(options, model, topology)
     if options.costs_kind != PROFILE:
-        table = load_costs(options.costs)
-        table.check_fits(shapes_of(model, topology), f"the costs file {options.costs}")
-        return table.chain(model, topology)
+        return load_fitting(options.costs, model, topology).chain(model, topology)
     try:
         return _measured(args, model, topology).chain(model, topology)
     except Exception as failure:  # whatever it is: no job may fail for want of measured costs

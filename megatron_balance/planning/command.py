@@ -17,7 +17,17 @@ from megatron_balance.costs.devices import Device, device_chosen, device_named
 from megatron_balance.errors import BalanceError
 from megatron_balance.files import write_text
 from megatron_balance.pipeline.layout import parse_layout
-from megatron_balance.planning.flags import FLAG, MemoryWish, add_memory_arguments, layer_weight, memory_wish
+from megatron_balance.planning.flags import (
+    ANALYTIC,
+    ANY,
+    FLAG,
+    LAST,
+    PROFILE,
+    MemoryWish,
+    add_memory_arguments,
+    layer_weight,
+    memory_wish,
+)
 from megatron_balance.planning.formats import FORMATS
 from megatron_balance.planning.timeline import check_timeline_file
 
@@ -29,7 +39,6 @@ if TYPE_CHECKING:
 
 _STDOUT = ""
 _DEVICE = "generic"
-ANALYTIC, PROFILE = "analytic", "profile"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -73,8 +82,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--mtp-placement",
         f"{FLAG}-mtp-placement",
-        choices=("any", "last"),
-        default="any",
+        choices=(ANY, LAST),
+        default=ANY,
         help="where multi-token prediction may stand: any stage that Megatron 0.16 and newer takes, or the last stage, as 0.14 and"
         " 0.15 want it (default: %(default)s)",
     )
@@ -148,7 +157,7 @@ def _check_topology(job: Job) -> None:
 def _costs(options: argparse.Namespace, job: Job, device: Device | None) -> tuple[ChainCosts, float]:
     """Costs of the elements, and seconds of a transfer between stages, by the link of the device that the costs are of."""
     from megatron_balance.costs.analytic import analytic_table
-    from megatron_balance.costs.table import load_costs, shapes_of
+    from megatron_balance.costs.table import load_fitting
     from megatron_balance.costs.transfer import transfer_s
 
     source = options.balanced_pipeline_costs
@@ -159,8 +168,7 @@ def _costs(options: argparse.Namespace, job: Job, device: Device | None) -> tupl
     if source in (None, ANALYTIC):
         table = analytic_table(job.model, job.topology, device or device_chosen(_DEVICE))
     else:
-        table = load_costs(source)
-        table.check_fits(shapes_of(job.model, job.topology), f"the costs file {source}")
+        table = load_fitting(source, job.model, job.topology)
     weights = [
         layer_weight(f"{FLAG}-{name}-weight", getattr(options, f"balanced_pipeline_{name}_weight"))
         for name in ("embedding", "head")
@@ -185,7 +193,7 @@ def _report(
     from megatron_balance.schedule.simulate import Simulator
 
     by_pattern = job.pattern is not None
-    mtp_last = options.mtp_placement == "last" or by_pattern
+    mtp_last = options.mtp_placement == LAST or by_pattern
     apart = job.model.mtp_num_layers and not mtp_last
     own = job.own_split if job.has_own_split else None
     say(f"planning {job.topology.num_stages} stages on costs {costs.source} ...")

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from megatron_balance.errors import BalanceError
 
 FLAG = "--balanced-pipeline"
+PROFILE, ANALYTIC = "profile", "analytic"  # costs
+ANY, LAST = "any", "last"  # stages of multi-token prediction
 UNIFORM = "uniform"
 _MOST_LAYERS = 1e6  # as a weight; beyond it the layers vanish in the rounding of sums
 
