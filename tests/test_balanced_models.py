@@ -83,7 +83,9 @@ def test_megatron_accepts_the_plan_of_deepseek_v3(tmp_path, placement):
     flags = f"{DEEPSEEK_V3} --balanced-pipeline-mtp-placement {placement} --balanced-pipeline-plan {file}"
     run = dry_run(tmp_path, flags.split(), 1024)
     assert run.status == 0, run.output
-    text = json.loads(file.read_text())["layout"]
+    plan = json.loads(file.read_text())
+    text = plan["layout"]
+    assert plan["p2p_s"] > 0  # by an H100's link
     layout = PipelineParallelLayerLayout(text, 16)
     apart = layout.validate_layer_layout(num_layers=61, mtp_num_layers=1)
     assert layout.virtual_pipeline_model_parallel_size == 2

@@ -334,6 +334,7 @@ def test_topology():
     assert large == Topology(4, 16, micro_batch_size=2, tensor_size=2, context_size=2, data_size=4)
     assert topology("--rampup-batch-size 8 8 100 --global-batch-size 128", world_size=8).num_microbatches == 64
     assert topology("", world_size=16).num_microbatches == 1
+    assert topology("--overlap-moe-expert-parallel-comm", num_microbatches=8).overlap_moe
 
 
 @pytest.mark.parametrize(

@@ -116,3 +116,10 @@ def test_place_of_multi_token_prediction() -> None:
         stock.check_layout(parse_layout("Ett|ttt|tttm|L"), 8, 1, virtual, mtp_last=True)
     with pytest.raises(BalanceError, match="last virtual stage of its rank"):
         stock.check_layout(parse_layout("Ett|ttttttm||L"), 8, 1, virtual, mtp_last=False)
+
+
+def test_combined_passes_and_patterns_keep_prediction_with_the_head_and_every_stage_filled() -> None:
+    virtual = Topology(2, 8, 2)
+    assert stock.mtp_stages(virtual, by_pattern=False) == (3,) and stock.may_leave_empty(virtual, by_pattern=False)
+    for topology, by_pattern in ((Topology(2, 8, 2, overlap_moe=True), False), (virtual, True)):
+        assert stock.mtp_stages(topology, by_pattern) is None and not stock.may_leave_empty(topology, by_pattern)
