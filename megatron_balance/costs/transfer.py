@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from megatron_balance.costs.activations import Activations
 from megatron_balance.costs.devices import Device
 from megatron_balance.model import ModelSpec
 from megatron_balance.topology import Topology
@@ -13,9 +14,7 @@ def transfer_bytes(model: ModelSpec, topology: Topology) -> float:
     The residual stream of its tokens, ``[sequence / CP, micro-batch size, hidden]``, in the model's dtype. Each tensor-parallel
     rank sends all of it, with sequence parallelism its share (``tensor_shape`` in Megatron's ``schedules.py``).
     """
-    tokens = model.seq_length * topology.micro_batch_size / topology.context_size
-    split = topology.tensor_size if model.sequence_parallel else 1
-    return tokens * model.hidden_size * model.dtype_bytes / split
+    return Activations(model, topology).residual
 
 
 def transfer_s(model: ModelSpec, topology: Topology, device: Device) -> float:
