@@ -247,6 +247,7 @@ def _plan_within_memory(
         mtp_stages=mtp_stages(args, options, topology),
         allow_empty=may_leave_empty(args, topology),
         say=lambda text: say(f"megatron-balance: {text}"),
+        sharpens_bound=False,  # a job waits for its split, not for the proof of it, which `megatron-balance plan` gives
     )
     if options.memory.is_given:
         return make().plan
