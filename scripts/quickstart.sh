@@ -19,9 +19,9 @@ What it does:
   2. builds a corpus from Python's own standard library: a byte-level BPE tokenizer, a Megatron indexed dataset
      (kept and used again)
   3. writes a starting checkpoint with one unsplit run
-  4. starts training with --balanced-pipeline on two processes, which measures what layers and head cost here, plans, and
-     predicts the step times of both splits
-  5. starts training with the uniform split on two more; both train in turns, a step each
+  4. starts training with the uniform split on two processes, which wait for their turn
+  5. starts training with --balanced-pipeline on two more, which measures what layers and head cost here, plans, and
+     predicts the step times of both splits; then both train in turns, a step each
   6. compares step times, with each other and with the prediction, and losses
 
 What it leaves in the folder:

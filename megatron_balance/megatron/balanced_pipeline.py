@@ -249,6 +249,7 @@ def _plan_within_memory(
         allow_empty=stock.may_leave_empty(topology, by_pattern=pattern_of(args) is not None),
         p2p_s=transfer_s(model, topology, device),
         say=lambda text: say(f"megatron-balance: {text}"),
+        sharpens_bound=False,  # a job waits for its split, not for the proof of it, which `megatron-balance plan` gives
     )
     if options.memory.is_given:
         return make().plan

@@ -8,7 +8,6 @@ it finds, of those near the best known, shows more paths.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -23,7 +22,7 @@ _PATHS_A_LOOK = 12
 _NEAR_CRITICAL = 0.02  # share of the step that a path may lack to become a cut
 _TREES, _IDLE_TREES, _RISE = 24, 4, 2e-5  # the search ends when so many trees did not raise the bound by that share
 _FIRST_NODES, _MOST_NODES = 100, 2000  # of a tree; doubled whenever a tree proves less than is known
-_WORK = 4e8  # of all trees together: nodes times rows times variables, in which a tree's root counts as _ROOT_NODES
+CUT_WORK = 1e8  # of all trees together: nodes times rows times variables, in which a tree's root counts as _ROOT_NODES
 _ROOT_NODES = 50
 _CLOSED = 1e-6  # share of a step by which a better split has to be better
 _CLOSE_ENOUGH = 2e-4
@@ -295,35 +294,64 @@ def fitting_split(case: Case, near: np.ndarray) -> tuple[bool, np.ndarray | None
     return True, split
 
 
-def cut_bound(case: Case, bound_s: float, best_s: float, best: np.ndarray) -> Iterator[tuple[float, np.ndarray | None]]:
-    """Ever better bounds on the step in seconds, each with a split [stages] that was met on the way, if any.
+class CutSearch:
+    """Ever better bounds on the step of one case, a tree at a time, so that several cases can share what work there is.
 
-    Args:
-        case: whose splits are bounded.
-        bound_s: the bound known.
-        best_s: seconds of the best split known, of this case or another; the search for cuts ends when the bound is there.
-        best: a good split of this case.
+    Attributes:
+        bound_s: seconds that a step of this case takes at least, or those of the best step known.
+        work: of all trees so far, in the unit of ``CUT_WORK``.
+        is_over: there is nothing to prune, or nothing more to learn.
     """
-    blocks = _Blocks.of(case)
-    if blocks is None:
-        return
-    program = CutBound(case, blocks, best_s / _SCALE)
-    program.add_rank_counts(best_s)
-    program.look(best)
-    program.add_memory(best)
-    nodes, work, idle = _FIRST_NODES, 0.0, 0
-    for _ in range(_TREES):
-        tree = program.solve(best, nodes, bound_s, best_s * (1 - _CLOSED))
-        work += tree.work
-        idle = 0 if tree.bound_s > bound_s * (1 + _RISE) else idle + 1
-        if tree.bound_s <= bound_s:
-            nodes = min(2 * nodes, _MOST_NODES)
-        bound_s = max(bound_s, min(tree.bound_s, best_s * (1 - _CLOSED)))
-        yield bound_s, tree.split
-        if bound_s >= best_s * (1 - _CLOSE_ENOUGH) or idle == _IDLE_TREES or work > _WORK:
-            return
-        if tree.split is not None:
-            step_s = program.look(tree.split)
-            fits = not program.add_memory(tree.split) and case.fits(tree.split)
-            if fits and step_s < best_s:
-                best, best_s = tree.split, step_s
+
+    def __init__(self, case: Case, bound_s: float, best_s: float, near: np.ndarray) -> None:
+        """Start from what is known.
+
+        Args:
+            case: whose splits are bounded.
+            bound_s: the bound known.
+            best_s: seconds of the best split known, of this case or another.
+            near: a good split of this case, [stages].
+        """
+        self.case, self.bound_s, self.work = case, bound_s, 0.0
+        self._near, self._near_s = near, np.inf
+        self._nodes, self._idle, self._trees = _FIRST_NODES, 0, 0
+        blocks = _Blocks.of(case)
+        self.is_over = blocks is None
+        if blocks is not None:
+            self._program = CutBound(case, blocks, best_s / _SCALE)
+            self._program.add_rank_counts(best_s)
+            self._near_s = self._program.look(near) if case.fits(near) else np.inf
+            self._program.add_memory(near)
+
+    def advance(self, best_s: float, work: float) -> np.ndarray | None:
+        """Search one more tree, with about so much work at most, and return the split [stages] that it met, if any.
+
+        Args:
+            best_s: seconds of the best split known by now; no more than at the start.
+            work: what is left of it.
+        """
+        program, a_node = self._program, len(self._program.rows) * self._program.size
+        nodes = min(self._nodes, int(work / a_node) - _ROOT_NODES)
+        if nodes < 1:
+            self.is_over = True
+            return None
+        most_s = best_s * (1 - _CLOSED)
+        tree = program.solve(self._near, nodes, self.bound_s, most_s)
+        self.work += tree.work
+        self._trees += 1
+        self._idle = 0 if tree.bound_s > self.bound_s * (1 + _RISE) else self._idle + 1
+        if tree.bound_s <= self.bound_s:
+            self._nodes = min(2 * self._nodes, _MOST_NODES)
+        self.bound_s = max(self.bound_s, min(tree.bound_s, most_s))
+        closed = self.bound_s >= best_s * (1 - _CLOSE_ENOUGH)
+        self.is_over = closed or self._idle == _IDLE_TREES or self._trees == _TREES
+        if tree.split is not None and not self.is_over:
+            self._learn(tree.split)
+        return tree.split
+
+    def _learn(self, split: np.ndarray) -> None:
+        """Take the split's paths for cuts, and look around it if it is the best of this case."""
+        step_s = self._program.look(split)
+        fits = not self._program.add_memory(split) and self.case.fits(split)
+        if fits and step_s < self._near_s:
+            self._near, self._near_s = split, step_s

@@ -17,7 +17,7 @@ from megatron_balance.kernels import Problem, anneal, judge_all, lighten, peaks_
 from megatron_balance.pipeline.bound import floor_bound, open_splits
 from megatron_balance.pipeline.case import Case
 from megatron_balance.pipeline.chain import check_stages
-from megatron_balance.pipeline.cuts import cut_bound, fitting_split
+from megatron_balance.pipeline.cuts import CUT_WORK, CutSearch, fitting_split
 from megatron_balance.pipeline.memory import MemoryLimit
 from megatron_balance.pipeline.starts import megatron_splits, starting_splits
 from megatron_balance.schedule.simulate import Simulator
@@ -37,7 +37,9 @@ _ROUND_OPERATIONS = 320_000_000  # about 0.5 s
 _COARSE_ROUND = 50_000_000
 _MOST_OPEN_SPLITS = 20_000
 _COARSE_OPERATIONS = 20_000  # of a step; longer steps are first searched with fewer micro-batches
-_MOST_CASES = 2  # places of multi-token prediction that are searched in full
+_MOST_CASES = (
+    2  # places of multi-token prediction that are searched in full; together, the others take as long as these
+)
 _CLOSED = 1e-9
 _WORTH_SAYING = 2e-4  # by how much a bound rises
 _GB = 1e9
@@ -126,8 +128,10 @@ def find_split(
     searched = [_begun(case, known) for case in cases]
     for found in sorted(searched, key=lambda found: found.bound_s):
         if np.isfinite(found.bound_s) and found.bound_s <= min(other.step_s for other in searched):
-            _search(found)
+            _search(found, _COARSE_ROUND * _MOST_CASES // max(_MOST_CASES, len(searched)))
     for found in sorted(searched, key=lambda found: found.step_s)[:_MOST_CASES]:
+        if len(searched) > _MOST_CASES:
+            _search(found, _COARSE_ROUND)
         _refine(found)
     best = min(searched, key=lambda found: found.step_s)
     if best.layers is None:
@@ -193,13 +197,15 @@ def _begun(case: Case, known: np.ndarray) -> _Found:
     return found
 
 
-def _search(found: _Found) -> None:
-    """Try all splits of a case where they are few, and find a good one by annealing where they are many."""
+def _search(found: _Found, operations: int) -> None:
+    """Try all splits of a case where they are few, and find a good one by annealing, in rounds of so much, where many."""
     case = found.case
+    if found.candidates is not None:
+        return
     if case.floors.interleaved:
         found.candidates = open_splits(case, np.finfo(float).max, _most_open(case))
     if found.candidates is None and not found.is_closed:
-        _anneal_coarsely(found)
+        _anneal_coarsely(found, operations)
     if found.candidates is None and not case.floors.interleaved and found.layers is not None:
         found.candidates = open_splits(case, (1 + NEAR) * found.step_s, _most_open(case))
     if found.candidates is not None:
@@ -211,7 +217,7 @@ def _most_open(case: Case) -> int:
     return min(_MOST_OPEN_SPLITS, 2 * _COARSE_ROUND // case.problem.program.cost.size)
 
 
-def _anneal_coarsely(found: _Found) -> None:
+def _anneal_coarsely(found: _Found, operations: int) -> None:
     """Annealing from the best start, or one that fits the memory as far as can be told."""
     case, start = found.case, found.layers
     if start is None:
@@ -228,7 +234,7 @@ def _anneal_coarsely(found: _Found) -> None:
         steps = judge_all(coarse.problem, splits)
         if np.isfinite(steps.min()):
             start = splits[steps.argmin()]
-    found.take(np.stack([start, _annealed(coarse.problem, start, _HOT, _COARSE_ROUND, seed=0)]))
+    found.take(np.stack([start, _annealed(coarse.problem, start, _HOT, operations, seed=0)]))
 
 
 def _refine(found: _Found) -> None:
@@ -271,21 +277,31 @@ def _annealed(
 
 
 def _raise_bounds(searched: list[_Found], best: _Found, say: Callable[[str], None]) -> _Found:
-    """Cutting planes where a case's bound is below the best step by more than counts; they may find better splits, too."""
-    said_s = 0.0
-    for found in sorted(searched, key=lambda found: found.bound_s):
-        if found.bound_s * (1 + NEAR / 2) >= best.step_s:
-            continue
-        start = starting_splits(found.case)[0] if found.layers is None else found.layers
-        for bound_s, split in cut_bound(found.case, found.bound_s, best.step_s, start):
-            found.take(np.empty((0, 0)) if split is None else split[None])
-            best = min(best, found, key=lambda each: each.step_s)
-            found.bound_s = min(bound_s, best.step_s)
-            lowest_s = min(each.bound_s for each in searched)
-            if lowest_s > said_s * (1 + _WORTH_SAYING):
-                say(_progress(best, lowest_s))
-                said_s = lowest_s
-    return best
+    """Cutting planes, always for the case with the lowest bound, until that is near the best step or the work is spent.
+
+    They may find better splits, too. Cases whose bound is not below the best step cost nothing.
+    """
+    trees: dict[int, CutSearch] = {}
+    said_s, work = 0.0, CUT_WORK
+    while True:
+        place, lowest = min(enumerate(searched), key=lambda each: each[1].bound_s)
+        if lowest.bound_s > said_s * (1 + _WORTH_SAYING):
+            say(_progress(best, lowest.bound_s))
+            said_s = lowest.bound_s
+        if lowest.bound_s * (1 + NEAR / 2) >= best.step_s:
+            return best
+        if place not in trees:
+            start = starting_splits(lowest.case)[0] if lowest.layers is None else lowest.layers
+            trees[place] = CutSearch(lowest.case, lowest.bound_s, best.step_s, start)
+        tree = trees[place]
+        if tree.is_over:
+            return best
+        before = tree.work
+        split = tree.advance(best.step_s, work)
+        work -= tree.work - before
+        lowest.take(np.empty((0, 0)) if split is None else split[None])
+        best = min(best, lowest, key=lambda each: each.step_s)
+        lowest.bound_s = min(tree.bound_s, best.step_s)
 
 
 def _progress(best: _Found, bound_s: float) -> str:

@@ -54,6 +54,7 @@ def plan_job(
     p2p_s: float = 0.0,
     say: Callable[[str], None] = lambda text: None,
     asks_more: bool = False,
+    sharpens_bound: bool = True,
 ) -> Planned:
     """Plan a job within its memory.
 
@@ -71,6 +72,7 @@ def plan_job(
         p2p_s: seconds of a transfer between stages.
         say: told what goes on.
         asks_more: whether to find out what more memory would buy.
+        sharpens_bound: whether to spend time on a bound that comes near the step.
 
     Raises:
         BalanceError: nothing fits the memory, a layout in ``wish`` is not one of this job, or as ``make_plan``.
@@ -82,7 +84,7 @@ def plan_job(
         starts = [*starts, like.layers]
     limit_bytes = _limit_bytes(wish, like, device, memory, topology, say)
 
-    def make(limit_bytes: float | None, *more_starts: Sequence[int], sharpens_bound: bool = True) -> Plan:
+    def make(limit_bytes: float | None, *more_starts: Sequence[int], sharpens_bound: bool = False) -> Plan:
         search: dict[str, Any] = {
             "memory": None if limit_bytes is None else MemoryLimit(memory, limit_bytes),
             "mtp_stages": mtp_stages,
@@ -100,16 +102,16 @@ def plan_job(
         peaks = rank_peaks(memory, topology, plan.layers, plan.mtp_stage)
         return replace(plan, peak_bytes=tuple(map(float, peaks)))
 
-    plan = make(limit_bytes)
+    plan = make(limit_bytes, sharpens_bound=sharpens_bound)
     if limit_bytes is None or not asks_more:
         return Planned(plan, memory)
     say("what more memory would buy:")
-    unlimited = make(None, plan.layers, sharpens_bound=False)
+    unlimited = make(None, plan.layers)
     if max(unlimited.peak_bytes) <= limit_bytes or plan.step_s <= unlimited.step_s * (1 + _NOTICEABLE):
         return Planned(plan, memory)
     more_bytes, tenth_more = 1.1 * limit_bytes, unlimited
     if max(unlimited.peak_bytes) > more_bytes:
-        tenth_more = make(more_bytes, plan.layers, sharpens_bound=False)
+        tenth_more = make(more_bytes, plan.layers)
     return Planned(replace(plan, limited_by=_limited_by_memory(plan, unlimited)), memory, unlimited, tenth_more)
 
 

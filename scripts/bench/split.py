@@ -25,6 +25,7 @@ if str(ROOT) not in sys.path:  # run from a checkout that is not installed
 from split_cases import RULES, TOLERANCE, Case, PeerRow, cases, even_s, peer_rows, step_s  # noqa: E402
 
 from megatron_balance.errors import BalanceError  # noqa: E402
+from megatron_balance.pipeline.layout import Layout  # noqa: E402
 from megatron_balance.pipeline.memory import MemoryLimit, rank_peaks  # noqa: E402
 from megatron_balance.pipeline.search import Split, find_split  # noqa: E402
 from megatron_balance.schedule.simulate import Simulator  # noqa: E402
@@ -142,6 +143,10 @@ def _remarks(
 ) -> Iterator[str]:
     if not case.reached(split_s, reference_s):
         yield "NOT REACHED"
+    if Layout.of(split.layers, int(case.costs.mtp.total_s > 0), split.mtp_stage).empty_ranks(
+        case.topology.pipeline_size
+    ):
+        yield "A RANK WITHOUT LAYERS"
     if split.bound_s > split_s * (1 + 1e-9):
         yield "BOUND ABOVE THE STEP"
     if case.proven and not split.proven:
@@ -174,7 +179,9 @@ def _warm_up() -> None:
     find_split(costs, Simulator(peer_rows()[0].topology))
 
 
-def _figure(case: Case, figure: float) -> str:
+def _figure(case: Case, figure: float | None) -> str:
+    if figure is None:
+        return ""
     return f"{100 * figure:+.1f} %" if case.gain else _ratio(figure)
 
 

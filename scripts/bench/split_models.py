@@ -133,14 +133,18 @@ def gpt_oss_120b_costs() -> ChainCosts:
     return ChainCosts(_FREE, (windowed, full) * 18, _cost(_OSS_HIDDEN * _OSS_VOCABULARY), "FLOPs")
 
 
-def gpt_oss_120b_memory() -> ChainMemory:
-    """Bytes on a rank in Megatron-Bridge's bf16 recipe for 64 H100: TP1, EP8, but without recomputation.
+def gpt_oss_120b_memory(recompute: bool = False) -> ChainMemory:
+    """Bytes on a rank in Megatron-Bridge's bf16 recipe for 64 H100: TP1, EP8.
 
-    Counted as DeepSeek-V3's, the distributed optimizer over 16 data-parallel ranks (experts: over 2). Where ``layernorm``
-    and ``moe_act`` are recomputed, as in the recipe's newest version, parameters weigh more and equal memory allows less.
+    Counted as DeepSeek-V3's, the distributed optimizer over 16 data-parallel ranks (experts: over 2).
+
+    Args:
+        recompute: as in the recipe's newest version ``layernorm`` and ``moe_act``: the norms' outputs and the experts'
+            activations are not kept. Parameters then weigh more, and equal memory allows less.
     """
     dense_bytes, expert_bytes = 6 + 12 / 16, 6 + 12 / 2
-    kept = 4 * _OSS_HIDDEN + 64 * (64 + 2 * 8) + 64 * 64 + 4 * 4 * _OSS_HIDDEN
+    norms, expert = (2, 3) if recompute else (4, 4)
+    kept = norms * _OSS_HIDDEN + 64 * (64 + 2 * 8) + 64 * 64 + 4 * expert * _OSS_HIDDEN
     layer = ElementMemory(
         (_OSS_ATTENTION + 128 * _OSS_HIDDEN) * dense_bytes + 128 / 8 * _OSS_EXPERT * expert_bytes,
         2 * _OSS_SEQUENCE * kept,

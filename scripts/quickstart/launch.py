@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from quickstart.report import BALANCED, UNIFORM
+from quickstart.turns import Turns
 
 _STEP = re.compile(rb" iteration +(\d+)/ *(\d+) \|")
 _POLL_S = 1.0
@@ -87,9 +88,14 @@ class Job:
     def logs(self) -> Path:
         return self.out / "logs"
 
+    @property
+    def turns(self) -> Path:
+        """Folder in which the processes that take turns leave word."""
+        return self.out / "observations"
+
     def observations(self, name: str) -> Path:
         """Folder for what the ranks of launch ``name`` saw."""
-        return self.out / "observations" / name
+        return self.turns / name
 
     def start(self, name: str, progress: Callable[[str], None]) -> None:
         """Train one unsplit step and save the weights: the point from which all rounds start.
@@ -104,10 +110,12 @@ class Job:
     def compare(self, order: list[str], progress: Callable[[str], None], planned: Callable[[], None]) -> None:
         """Train on two pipeline stages from the starting checkpoint, uniform and balanced in turns.
 
-        The balanced job starts alone: it measures what layers and head cost, which should have the processors for itself.
+        The balanced job follows when the uniform one waits for its turn: it measures what layers and head cost with the
+        processors for itself, but beside a waiting job, as both then train. (A job waiting beside it slows a step by some per
+        cent, the head most; it shares caches and memory.)
 
         Args:
-            order: the split that trains a step, for each turn.
+            order: the split that trains a step, for each turn; the balanced one begins.
             progress: told how far it is.
             planned: called when there is a plan, before a step is trained.
         """
@@ -115,18 +123,19 @@ class Job:
         batch = ["--global-batch-size", size.micro_batch * size.microbatches, "--train-iters", size.steps]
         loading = ["--load", self.checkpoint, "--finetune", "--no-load-optim", "--no-load-rng"]
         flags = [*self._flags(), *batch, *loading, "--pipeline-model-parallel-size", 2]
-        ours = {BALANCED: ["--balanced-pipeline", "--balanced-pipeline-plan", self.plan], UNIFORM: []}
+        ours = {UNIFORM: [], BALANCED: ["--balanced-pipeline", "--balanced-pipeline-plan", self.plan]}
         commands = {self._log(split): self._command(split, 2, [*flags, *ours[split]], order) for split in ours}
         environment = {**ENVIRONMENT, "MEGATRON_BALANCE_CACHE": str(self.costs_cache)}
 
-        def follows() -> bool:
-            if not self.plan.exists():
-                progress("measuring costs and planning")
-                return False
-            planned()
-            return True
+        uniform = Turns(self.turns, order, UNIFORM, rank=0, processes=2)
+        unsaid = [planned]
 
-        run(commands, progress, environment, follows)
+        def report(text: str) -> None:
+            if unsaid and self.plan.exists():
+                unsaid.pop()()
+            progress("starting, measuring costs and planning" if unsaid else text)
+
+        run(commands, report, environment, uniform.are_awaited)
 
     def _flags(self) -> list:
         size = self.size
@@ -188,8 +197,7 @@ def run(
             if any(statuses) or None not in statuses:
                 break
             time.sleep(_POLL_S)
-            if not waiting:
-                progress(min(map(steps_reached, commands), key=lambda reached: reached[0])[1])
+            progress(min(map(steps_reached, processes), key=lambda reached: reached[0])[1])
     finally:
         for process in processes.values():
             stop(process)

@@ -73,10 +73,10 @@ class Summary:
 
 
 def order_of_rounds(pairs: int) -> list[str]:
-    """Uniform, balanced, balanced, uniform, ...: a machine that gets slower or faster steadily favours neither."""
+    """Balanced, uniform, uniform, balanced, ...: a machine that gets slower or faster steadily favours neither."""
     order = []
     for pair in range(pairs):
-        order += [UNIFORM, BALANCED] if pair % 2 == 0 else [BALANCED, UNIFORM]
+        order += [BALANCED, UNIFORM] if pair % 2 == 0 else [UNIFORM, BALANCED]
     return order
 
 

@@ -20,7 +20,7 @@ class Turns:
     """One process's view of whose turn it is.
 
     Attributes:
-        folder: where the processes of all jobs leave word, a file for each process and turn that has ended.
+        folder: where the processes of all jobs leave word, a file for each process and turn that has ended, or that it waits.
         order: name of the job that trains, for each turn.
         job: the job of this process.
         rank: this process's rank in it.
@@ -43,6 +43,7 @@ class Turns:
 
         def step(*args: Any, **kwargs: Any) -> Any:
             self.end()
+            self._word("waits", self.rank).touch()
             self._running = self._mine.pop(0)
             self._await_end_of(self._running - 1)
             return train_step(*args, **kwargs)
@@ -55,10 +56,17 @@ class Turns:
             self._word(self._running, self.rank).touch()
             self._running = None
 
+    def are_awaited(self) -> bool:
+        """Whether all processes of the job have come as far as their first turn."""
+        return self._all_left("waits")
+
     def _await_end_of(self, turn: int) -> None:
-        words = [self._word(turn, rank) for rank in range(self.processes)] if turn >= 0 else []
-        while not all(word.exists() for word in words):
+        while turn >= 0 and not self._all_left(turn):
             time.sleep(_POLL_S)
 
-    def _word(self, turn: int, rank: int) -> Path:
-        return self.folder / f"{turn}-{rank}"
+    def _all_left(self, word: int | str) -> bool:
+        return all(self._word(word, rank).exists() for rank in range(self.processes))
+
+    def _word(self, word: int | str, rank: int) -> Path:
+        """A turn's, by its number, or a job's."""
+        return self.folder / (f"{word}-{rank}" if isinstance(word, int) else f"{self.job}-{word}-{rank}")
