@@ -83,7 +83,7 @@ def test_more_stages_than_elements_is_refused() -> None:
 
 @pytest.mark.parametrize("topology", [Topology(8, 32), Topology(8, 32, 2), Topology(2, 4), Topology(16, 32)])
 def test_text_is_short_and_plain(topology: Topology) -> None:
-    text = render_plan(make_plan(chain(), topology, {}))
+    text = render_plan(make_plan(chain(), topology, {}, p2p_s=1e-4, sharpens_bound=False))
     assert len(text.splitlines()) <= 25
     assert max(map(len, text.splitlines())) <= 100
     assert text.isascii() and "\x1b" not in text
@@ -96,6 +96,8 @@ def test_text_holds_the_figures(plan: Plan) -> None:
     assert f"the largest stage takes {plan.max_stage_over_mean:.2f} times the mean stage" in text
     assert f"this plan is {plan.uniform_step_s / plan.step_s:.3f} times faster" in text
     assert plan.layout in text
+    assert "transfer" not in text
+    assert "transfer    345 us from stage to stage" in render_plan(replace(plan, p2p_s=345e-6))
 
 
 # --- the file
