@@ -357,3 +357,24 @@ def test_needs_neither_torch_nor_megatron_nor_compiled_code_to_refuse(tmp_path) 
     )
     assert ended.returncode == 0, ended.stderr
     assert set(json.loads(ended.stdout)) == KEYS
+
+
+@pytest.mark.parametrize("flag", ["--json", "--compare Etttttttt||tttttttt|L"])
+def test_full_disk_behind_standard_output_is_said_in_one_line(flag: str) -> None:
+    command = [sys.executable, "-m", "megatron_balance.cli", "plan", *shlex.split(f"{flag} --num-microbatches 8 {PP4}")]
+    with open("/dev/full", "w") as full:
+        ended = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert ended.returncode == 2
+    assert ended.stderr.splitlines()[-1].startswith(
+        "megatron-balance: error: standard output cannot be written (No space"
+    )
+
+
+def test_many_layers_are_refused_and_not_waited_for(capsys) -> None:
+    status, out, err = run(capsys, f"--num-microbatches 8 {PP4} --num-layers 30000")
+    assert (status, out) == (2, "") and "at most 1000" in err
+
+
+def test_combined_passes_want_layers_in_every_stage() -> None:
+    job = "--num-microbatches 8 --num-virtual-stages-per-pipeline-rank 2 --overlap-moe-expert-parallel-comm"
+    assert not read_job(shlex.split(f"{PP4} {job} --num-experts 8"), num_microbatches=8).runs_empty_stages

@@ -74,9 +74,10 @@ class Job:
     def runs_empty_stages(self) -> bool:
         """Whether a stage between the first and the last may be without layers, as Megatron core from 0.14 on runs them.
 
-        It cannot load a rank without any layer, as its only stage would make one, nor run such a stage of a hybrid model.
+        It cannot load a rank without any layer, as its only stage would make one, nor run such a stage of a hybrid model. The
+        schedule that combines passes (``overlap_moe``) has not been tried without layers.
         """
-        return self.topology.virtual_size > 1 and self.pattern is None
+        return self.topology.virtual_size > 1 and not self.topology.overlap_moe and self.pattern is None
 
     @property
     def _pattern_stages(self) -> tuple[str, ...]:

@@ -108,6 +108,10 @@ def check_layout(layout: Layout, num_layers: int, mtp_num_layers: int, topology:
         raise BalanceError("m must stand beside L in Megatron before 0.16")
     if any(layout.mtp[:-ranks]):
         raise BalanceError("m must stand in the last virtual stage of its rank")
+    if empty := layout.empty_ranks(ranks):
+        raise BalanceError(
+            f"pipeline rank {empty[0]} has no layer, and Megatron cannot load a checkpoint into such a rank"
+        )
 
 
 def mtp_stages(topology: Topology) -> tuple[int, ...]:
