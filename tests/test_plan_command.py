@@ -154,7 +154,7 @@ def test_sensitivity_is_of_both_layouts_with_another_head(capsys) -> None:
 def test_heavy_head_says_that_no_split_helps(capsys) -> None:
     status, out, _ = run(capsys, f"--num-microbatches 8 --balanced-pipeline-head-weight 30 {PP4}")
     assert status == 0
-    assert "no split helps against a head of" in out and "Use 1 stages or fewer" in out
+    assert "no split helps against a head of" in out and "Use 1 stage (" in out
     assert "limited by  the head" in out
 
 
@@ -378,3 +378,20 @@ def test_many_layers_are_refused_and_not_waited_for(capsys) -> None:
 def test_combined_passes_want_layers_in_every_stage() -> None:
     job = "--num-microbatches 8 --num-virtual-stages-per-pipeline-rank 2 --overlap-moe-expert-parallel-comm"
     assert not read_job(shlex.split(f"{PP4} {job} --num-experts 8"), num_microbatches=8).runs_empty_stages
+
+
+def test_flags_that_exclude_each_other_are_no_split_of_yours(capsys) -> None:
+    own = "--pipeline-model-parallel-layout Etttt|tttt|tttt|ttttL --account-for-loss-in-pipeline-split"
+    yours = planned(capsys, f"--num-microbatches 8 {PP4} {own}")["alternatives"][-1]
+    assert yours["name"] == "your flags" and not yours["legal"] and "leave the others out" in yours["reason"]
+
+
+def test_hybrid_model_has_no_counts_beside_virtual_stages_and_no_way_out_of_an_even_step(capsys) -> None:
+    model = "--hidden-size 1024 --num-attention-heads 8 --seq-length 1024 --vocab-size 128000 --mamba-num-heads 16"
+    pattern = "M-M-M-M*-|M-M-M-M-M*-M-|M-M-M-M*-M-M-|M-M-M*-M-M-M-M-M-"
+    job = f"--pipeline-model-parallel-size 2 --hybrid-layer-pattern '{pattern}' --num-microbatches 8 {model}"
+    status, out, err = run(capsys, job)
+    assert status == 0, err
+    assert "first/last counts: not legal, Megatron cuts a hybrid model into virtual stages only where" in out
+    assert "over the best of Megatron's flags, uniform" in out
+    assert "stays -" not in out

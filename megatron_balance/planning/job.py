@@ -50,9 +50,19 @@ class Job:
     @property
     def has_own_split(self) -> bool:
         """Whether its flags ask for another split than the uniform one."""
-        given = [self.arguments.get(name) for name in (_LAYOUT, *_COUNTS)]
-        account = any(self.arguments.get(name) for name in _ACCOUNT)
-        return account or any(value is not None for value in given) or len(self._pattern_stages) > 1
+        return bool(self._ways_given)
+
+    @property
+    def _ways_given(self) -> list[str]:
+        """In which ways its flags ask for a split."""
+        arguments = self.arguments
+        ways = {
+            "--pipeline-model-parallel-layout": arguments.get(_LAYOUT) is not None,
+            "| in the pattern": len(self._pattern_stages) > 1,
+            "first and last counts": any(arguments.get(name) is not None for name in _COUNTS),
+            "account-for flags": any(arguments.get(name) for name in _ACCOUNT),
+        }
+        return [way for way, given in ways.items() if given]
 
     def own_split(self) -> Layout:
         """The split that the job's flags ask for.
@@ -61,6 +71,8 @@ class Job:
             BalanceError: Megatron would refuse it.
         """
         arguments, layers, mtp = self.arguments, self.model.num_layers, self.model.mtp_num_layers
+        if len(self._ways_given) > 1:
+            raise BalanceError(f"Megatron takes one of {' and '.join(self._ways_given)}: leave the others out")
         if (text := arguments.get(_LAYOUT)) is not None:
             return parse_layout(str(text))
         if len(self._pattern_stages) > 1:
