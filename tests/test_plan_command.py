@@ -218,6 +218,8 @@ def test_memory_flags_that_cannot_be(capsys, flags: str, message: str) -> None:
         (MODEL.replace("--hidden-size 1024", ""), "hidden_size"),
         (MODEL.replace("--vocab-size 128000", ""), "--vocab-size"),
         (MODEL.replace("heads 8", "heads 7"), "num_attention_heads"),
+        (f"{MODEL} --num-experts 8 --moe-router-topk 9", "moe_router_topk (9) is more than num_experts (8)"),
+        (f"{MODEL} --num-experts 8 --expert-model-parallel-size 3", "num_experts (8) is not divisible by"),
         (f"{MODEL} --group-query-attention --num-query-groups 3", "num_query_groups"),
         (f"{MODEL} --pipeline-model-parallel-size 20", "18 elements; 20 stages"),
         (f"{PP4} --num-virtual-stages-per-pipeline-rank 5", "18 elements; 20 stages"),
@@ -395,3 +397,11 @@ def test_hybrid_model_has_no_counts_beside_virtual_stages_and_no_way_out_of_an_e
     assert "first/last counts: not legal, Megatron cuts a hybrid model into virtual stages only where" in out
     assert "over the best of Megatron's flags, uniform" in out
     assert "stays -" not in out
+
+
+def test_our_flags_of_training_count_or_are_named(capsys) -> None:
+    job = f"--num-microbatches 8 {PP4} --mtp-num-layers 1"
+    assert planned(capsys, job)["layout"].endswith("|L")  # m before the last stage
+    assert planned(capsys, f"{job} --balanced-pipeline-mtp-placement last")["layout"].endswith("mL")
+    _, _, err = run(capsys, f"{job} --balanced-pipeline --balanced-pipeline-plan p.json")
+    assert "without effect on a plan: --balanced-pipeline-plan" in err

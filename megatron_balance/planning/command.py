@@ -74,6 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--mtp-placement",
+        f"{FLAG}-mtp-placement",
         choices=("any", "last"),
         default="any",
         help="where multi-token prediction may stand: any stage that Megatron 0.16 and newer takes, or the last stage, as 0.14 and"

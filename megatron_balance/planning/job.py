@@ -128,7 +128,8 @@ def read_job(
         )
     overlap_moe = bool(arguments.get("overlap_moe_expert_parallel_comm"))
     topology, arguments = replace(topology, overlap_moe=overlap_moe), completed(arguments)
-    return Job(arguments, line.ignored, ModelSpec.from_arguments(arguments), topology, pattern)
+    ours = [f"--{name.replace('_', '-')}" for name in line.arguments if name.startswith("balanced_pipeline_")]
+    return Job(arguments, (*line.ignored, *ours), ModelSpec.from_arguments(arguments), topology, pattern)
 
 
 def _with_virtual_stages(arguments: Mapping[str, Any], pattern: HybridPattern | None) -> Mapping[str, Any]:
