@@ -405,3 +405,16 @@ def test_our_flags_of_training_count_or_are_named(capsys) -> None:
     assert planned(capsys, f"{job} --balanced-pipeline-mtp-placement last")["layout"].endswith("mL")
     _, _, err = run(capsys, f"{job} --balanced-pipeline --balanced-pipeline-plan p.json")
     assert "without effect on a plan: --balanced-pipeline-plan" in err
+
+
+def test_fewer_layers_than_the_config_has_are_its_first(tmp_path: Path) -> None:
+    config = {
+        "model_type": "gemma2", "vocab_size": 256000, "hidden_size": 3584, "num_hidden_layers": 42, "num_attention_heads": 16,
+        "num_key_value_heads": 8, "head_dim": 256, "intermediate_size": 14336, "sliding_window": 4096,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    whole, part = (
+        read_job(shlex.split(f"--seq-length 8192 {flags}"), str(tmp_path / "config.json"), 8).model.layers
+        for flags in ("", "--num-layers 5")
+    )
+    assert part == whole[:5] and len(set(part)) == 2
