@@ -372,6 +372,8 @@ def _set_apart(words: Sequence[str], names: frozenset[str]) -> tuple[list[str], 
             raise BalanceError(f"{name} {_REFUSED[name]}")
         if _is_flag(word):
             skipping = name not in names
+            if skipping and _is_ours(name):  # as in training; a slip must not plan something else
+                raise BalanceError(f"unrecognized arguments: {name}")
             if skipping:
                 ignored.append(name)
         if not skipping:

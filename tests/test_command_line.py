@@ -215,6 +215,7 @@ def test_our_own_flags_are_arguments_too():
         ("--use-checkpoint-args --load x", "--use-checkpoint-args takes the model from a checkpoint"),
         ("--batch-size 4", "give --micro-batch-size"),
         ("--bf16 --fp16", "--bf16 and --fp16"),
+        ("--balanced-pipeline-headweight 3", "unrecognized arguments: --balanced-pipeline-headweight"),
     ],
 )  # fmt: skip
 def test_unusable_command_lines_are_refused(line, message):

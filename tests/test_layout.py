@@ -125,3 +125,9 @@ def test_megatron_accepts_the_places_of_prediction_that_are_searched(
     layout = layouts.PipelineParallelLayerLayout(str(Layout.of(layers, 2, place)), pipeline_model_parallel_size=ranks)
     with nullcontext() if searched else pytest.raises(AssertionError):
         layout.validate_layer_layout(num_layers=sum(layers), mtp_num_layers=2)
+
+
+@pytest.mark.parametrize("text", ["Et*99999999999|L", "E(t*9999|)*99999L", "E(t|)*" + "9" * 5000 + "L"])
+def test_repetition_beyond_any_model_is_an_error_and_not_a_full_memory(text: str) -> None:
+    with pytest.raises(BalanceError, match="is too long"):
+        parse_layout(text)

@@ -157,7 +157,7 @@ def test_sensitivity_is_of_both_layouts_with_another_head(capsys) -> None:
 def test_heavy_head_says_that_no_split_helps(capsys) -> None:
     status, out, _ = run(capsys, f"--num-microbatches 8 --balanced-pipeline-head-weight 30 {PP4}")
     assert status == 0
-    assert "no split helps against a head of" in out and "Use 1 stages or fewer" in out
+    assert "no split helps against a head of" in out and "Use 1 stage (" in out
     assert "limited by  the head" in out
 
 
@@ -221,6 +221,8 @@ def test_memory_flags_that_cannot_be(capsys, flags: str, message: str) -> None:
         (MODEL.replace("--hidden-size 1024", ""), "hidden_size"),
         (MODEL.replace("--vocab-size 128000", ""), "--vocab-size"),
         (MODEL.replace("heads 8", "heads 7"), "num_attention_heads"),
+        (f"{MODEL} --num-experts 8 --moe-router-topk 9", "moe_router_topk (9) is more than num_experts (8)"),
+        (f"{MODEL} --num-experts 8 --expert-model-parallel-size 3", "num_experts (8) is not divisible by"),
         (f"{MODEL} --group-query-attention --num-query-groups 3", "num_query_groups"),
         (f"{MODEL} --pipeline-model-parallel-size 20", "18 elements; 20 stages"),
         (f"{PP4} --num-virtual-stages-per-pipeline-rank 5", "18 elements; 20 stages"),
@@ -361,3 +363,57 @@ def test_needs_neither_torch_nor_megatron_nor_compiled_code_to_refuse(tmp_path) 
     )
     assert ended.returncode == 0, ended.stderr
     assert set(json.loads(ended.stdout)) == KEYS
+
+
+@pytest.mark.parametrize("flag", ["--json", "--compare Etttttttt||tttttttt|L"])
+def test_full_disk_behind_standard_output_is_said_in_one_line(flag: str) -> None:
+    command = [sys.executable, "-m", "megatron_balance.cli", "plan", *shlex.split(f"{flag} --num-microbatches 8 {PP4}")]
+    with open("/dev/full", "w") as full:
+        ended = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert ended.returncode == 2
+    assert ended.stderr.splitlines()[-1].startswith(
+        "megatron-balance: error: standard output cannot be written (No space"
+    )
+
+
+def test_many_layers_are_refused_and_not_waited_for(capsys) -> None:
+    status, out, err = run(capsys, f"--num-microbatches 8 {PP4} --num-layers 30000")
+    assert (status, out) == (2, "") and "at most 1000" in err
+
+
+def test_flags_that_exclude_each_other_are_no_split_of_yours(capsys) -> None:
+    own = "--pipeline-model-parallel-layout Etttt|tttt|tttt|ttttL --account-for-loss-in-pipeline-split"
+    yours = planned(capsys, f"--num-microbatches 8 {PP4} {own}")["alternatives"][-1]
+    assert yours["name"] == "your flags" and not yours["legal"] and "leave the others out" in yours["reason"]
+
+
+def test_hybrid_model_has_no_counts_beside_virtual_stages_and_no_way_out_of_an_even_step(capsys) -> None:
+    model = "--hidden-size 1024 --num-attention-heads 8 --seq-length 1024 --vocab-size 128000 --mamba-num-heads 16"
+    pattern = "M-M-M-M*-|M-M-M-M-M*-M-|M-M-M-M*-M-M-|M-M-M*-M-M-M-M-M-"
+    job = f"--pipeline-model-parallel-size 2 --hybrid-layer-pattern '{pattern}' --num-microbatches 8 {model}"
+    status, out, err = run(capsys, job)
+    assert status == 0, err
+    assert "first/last counts: not legal, Megatron cuts a hybrid model into virtual stages only where" in out
+    assert "over the best of Megatron's flags, uniform" in out
+    assert "stays -" not in out
+
+
+def test_our_flags_of_training_count_or_are_named(capsys) -> None:
+    job = f"--num-microbatches 8 {PP4} --mtp-num-layers 1"
+    assert planned(capsys, job)["layout"].endswith("|L")  # m before the last stage
+    assert planned(capsys, f"{job} --balanced-pipeline-mtp-placement last")["layout"].endswith("mL")
+    _, _, err = run(capsys, f"{job} --balanced-pipeline --balanced-pipeline-plan p.json")
+    assert "without effect on a plan: --balanced-pipeline-plan" in err
+
+
+def test_fewer_layers_than_the_config_has_are_its_first(tmp_path: Path) -> None:
+    config = {
+        "model_type": "gemma2", "vocab_size": 256000, "hidden_size": 3584, "num_hidden_layers": 42, "num_attention_heads": 16,
+        "num_key_value_heads": 8, "head_dim": 256, "intermediate_size": 14336, "sliding_window": 4096,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    whole, part = (
+        read_job(shlex.split(f"--seq-length 8192 {flags}"), str(tmp_path / "config.json"), 8).model.layers
+        for flags in ("", "--num-layers 5")
+    )
+    assert part == whole[:5] and len(set(part)) == 2

@@ -109,6 +109,12 @@ def test_layout_of_another_job_is_refused(text: str, reason: str) -> None:
         stock.check_layout(parse_layout(text), 8, 0, Topology(2, 8), mtp_last=False)
 
 
+def test_rank_without_any_layer_is_refused_and_an_empty_stage_is_not() -> None:
+    with pytest.raises(BalanceError, match="pipeline rank 1 has no layer"):
+        stock.check_layout(parse_layout("Etttt||ttttL"), 8, 0, Topology(3, 8), mtp_last=False)
+    stock.check_layout(parse_layout("Ett||tt|tt|tt|L"), 8, 0, Topology(3, 9, 2), mtp_last=False)
+
+
 def test_place_of_multi_token_prediction() -> None:
     virtual = Topology(2, 8, 2)
     stock.check_layout(parse_layout("Ett|ttt|tttm|L"), 8, 1, virtual, mtp_last=False)

@@ -295,12 +295,17 @@ def _experts(arguments: Mapping[str, Any]) -> Experts | None:
     tensor = _size(arguments, "tensor_model_parallel_size", default=1)
     tensor_shards = _size(arguments, "expert_tensor_parallel_size", default=tensor)
     latent = arguments.get("moe_latent_size") is not None
+    count, topk = _size(arguments, "num_experts"), _size(arguments, "moe_router_topk", default=2)
+    if topk > count:
+        raise BalanceError(f"moe_router_topk ({topk}) is more than num_experts ({count}): choose others")
+    expert_shards = _size(arguments, "expert_model_parallel_size", default=1)
+    check_divides(expert_shards, "expert_model_parallel_size", count, "num_experts")
     return Experts(
-        count=_size(arguments, "num_experts"),
-        topk=_size(arguments, "moe_router_topk", default=2),
+        count=count,
+        topk=topk,
         ffn_hidden_size=_size(arguments, "moe_ffn_hidden_size", default=_ffn_hidden_size(arguments)),
         shared_ffn_hidden_size=_size(arguments, "moe_shared_expert_intermediate_size", default=0),
-        shards=_size(arguments, "expert_model_parallel_size", default=1) * tensor_shards,
+        shards=expert_shards * tensor_shards,
         tensor_shards=tensor_shards,
         shared_gate=bool(arguments.get("moe_shared_expert_gate")),
         latent_size=_size(arguments, "moe_latent_size") if latent else None,

@@ -15,6 +15,7 @@ from megatron_balance.errors import BalanceError
 
 # Groups before single letters, as Megatron does: in "(t*2|)*3" the group repeats first.
 _REPETITIONS = (re.compile(r"\(([^)]+)\)\*(\d+)"), re.compile(r"(.)\*(\d+)"))
+_MOST_LETTERS = 100_000  # a slip of the keyboard must not fill the memory
 _MEANING = "E (embedding), t (layer), m (multi-token prediction), L (loss), | (next stage), x*n and (...)*n (repeat)"
 
 
@@ -66,6 +67,10 @@ def parse_layout(text: str) -> Layout:
     """
     letters = text.replace(",", "")
     for repetition in _REPETITIONS:
+        if sum(len(body) * int(times[:9]) for body, times in repetition.findall(letters)) > _MOST_LETTERS:
+            raise BalanceError(
+                f"pipeline layout {text[:60]!r} is too long: no model has more than {_MOST_LETTERS} layers"
+            )
         letters = repetition.sub(lambda match: match[1] * int(match[2]), letters)
     unknown = sorted(set(letters) - set("EtmL|"))
     if unknown:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Iterator
 
 import numpy as np
 
 from megatron_balance.pipeline.case import Case
+
+_HALVINGS = 40  # to a trillionth, well below what _filled lets pass
 
 
 def megatron_splits(num_layers: int, num_stages: int) -> Iterator[np.ndarray]:
@@ -76,8 +77,13 @@ def _smallest_maximum(case: Case, stages: int) -> Iterator[np.ndarray]:
     least = case.limits[0][:stages]
     before = case.problem.before.sum(axis=0)
     ends = case.problem.ends[0].sum(axis=0)[:stages]
-    caps = np.unique(before[None, :] - before[:, None] + np.unique(ends)[:, None, None])
-    cap = caps[bisect_left(caps, True, key=lambda cap: _filled(before, ends, least, cap) is not None)]
+    too_small, cap = 0.0, float(before[-1] + ends.max())
+    for _ in range(_HALVINGS):
+        middle = (too_small + cap) / 2
+        if _filled(before, ends, least, middle) is None:
+            too_small = middle
+        else:
+            cap = middle
     yield _filled(before, ends, least, cap)
     yield _filled((before[-1] - before)[::-1], ends[::-1], least[::-1], cap)[::-1]
 

@@ -19,8 +19,18 @@ _ACCOUNT = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipe
 
 def has_own_split(arguments: Mapping[str, Any], pattern_stages: Sequence[str] = ()) -> bool:
     """Whether ``arguments`` ask for another split than the uniform one."""
-    given = any(arguments.get(name) is not None for name in ("pipeline_model_parallel_layout", *_COUNTS))
-    return given or any(arguments.get(name) for name in _ACCOUNT) or len(pattern_stages) > 1
+    return bool(_ways_given(arguments, pattern_stages))
+
+
+def _ways_given(arguments: Mapping[str, Any], pattern_stages: Sequence[str]) -> list[str]:
+    """In which ways they do."""
+    ways = {
+        "--pipeline-model-parallel-layout": arguments.get("pipeline_model_parallel_layout") is not None,
+        "| in the pattern": len(pattern_stages) > 1,
+        "first and last counts": any(arguments.get(name) is not None for name in _COUNTS),
+        "account-for flags": any(arguments.get(name) for name in _ACCOUNT),
+    }
+    return [way for way, given in ways.items() if given]
 
 
 def own_split(
@@ -41,6 +51,8 @@ def own_split(
     Raises:
         BalanceError: Megatron would refuse it.
     """
+    if len(ways := _ways_given(arguments, pattern_stages)) > 1:
+        raise BalanceError(f"Megatron takes one of {' and '.join(ways)}: leave the others out")
     if len(pattern_stages) > 1:
         return Layout.of([len(stage) for stage in pattern_stages], mtp_num_layers)
     if (text := arguments.get("pipeline_model_parallel_layout")) is not None:
@@ -147,6 +159,10 @@ def check_layout(layout: Layout, num_layers: int, mtp_num_layers: int, topology:
         raise BalanceError("m must stand beside L in Megatron before 0.16")
     if any(layout.mtp[:-ranks]):
         raise BalanceError("m must stand in the last virtual stage of its rank")
+    if empty := layout.empty_ranks(ranks):
+        raise BalanceError(
+            f"pipeline rank {empty[0]} has no layer, and Megatron cannot load a checkpoint into such a rank"
+        )
 
 
 def refuse_virtual_stages_of_blocks(arguments: Mapping[str, Any], virtual_size: int) -> None:

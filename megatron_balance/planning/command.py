@@ -9,6 +9,7 @@ import argparse
 import contextlib
 import functools
 import json
+import os
 import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 
 _STDOUT = ""
 _DEVICE = "generic"
+_MOST_LAYERS = 1000  # comparing all first and last counts takes seconds beyond
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -150,6 +152,8 @@ def _check_topology(job: Job) -> None:
     from megatron_balance.pipeline.chain import check_stages
     from megatron_balance.schedule.order import check_schedule
 
+    if job.model.num_layers > _MOST_LAYERS:
+        raise BalanceError(f"the model has {job.model.num_layers} layers: at most {_MOST_LAYERS} are planned")
     check_schedule(job.topology)
     check_stages(job.model.num_layers, job.topology.num_stages)
 
@@ -248,7 +252,7 @@ def _show(options: argparse.Namespace, report: Report) -> None:
         return
     text = json.dumps(report.values(), indent=2, allow_nan=False) + "\n"
     if options.json == _STDOUT:
-        sys.stdout.write(text)
+        _write(text)
         return
     _print_text(options, report)
     write_text(options.json, text, f"the plan {options.json}")
@@ -257,7 +261,17 @@ def _show(options: argparse.Namespace, report: Report) -> None:
 def _print_text(options: argparse.Namespace, report: Report) -> None:
     from megatron_balance.planning.text import render_report
 
-    print(render_report(report, options.format))
+    _write(render_report(report, options.format) + "\n")
+
+
+def _write(text: str) -> None:
+    """Write to standard output, at once: a disk that is full shows while it can still be said."""
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python flushes at its end
+        raise BalanceError(f"standard output cannot be written ({error.strerror})") from error
 
 
 def _draw(path: str, report: Report, judge: Judge) -> None:

@@ -63,6 +63,13 @@ class Job:
         return () if self.pattern is None else self.pattern.stages
 
 
+def _first_layers(model: Mapping[str, Any], num_layers: int | None) -> dict[str, Any]:
+    """The arguments of a config, its lists by layer cut to the fewer layers that a flag asks for."""
+    if num_layers is None or not 0 < num_layers < model["num_layers"]:
+        return dict(model)
+    return {name: value[:num_layers] if isinstance(value, list) else value for name, value in model.items()}
+
+
 def read_job(
     argv: Sequence[str],
     hf_config: str | None = None,
@@ -81,7 +88,10 @@ def read_job(
         BalanceError: a value is missing or impossible; names it.
     """
     line = read_command_line(argv)
-    arguments = {**(arguments_from_config(hf_config) if hf_config is not None else {}), **line.arguments}
+    model = (
+        {} if hf_config is None else _first_layers(arguments_from_config(hf_config), line.arguments.get("num_layers"))
+    )
+    arguments = {**model, **line.arguments}
     pattern = hybrid_pattern(arguments)
     topology = topology_from_arguments(
         _with_virtual_stages(arguments, pattern),
@@ -90,7 +100,8 @@ def read_job(
     )
     stock.refuse_virtual_stages_of_blocks(arguments, topology.virtual_size)
     arguments = completed(arguments)
-    return Job(arguments, line.ignored, ModelSpec.from_arguments(arguments), topology, pattern)
+    ours = [f"--{name.replace('_', '-')}" for name in line.arguments if name.startswith("balanced_pipeline_")]
+    return Job(arguments, (*line.ignored, *ours), ModelSpec.from_arguments(arguments), topology, pattern)
 
 
 def _with_virtual_stages(arguments: Mapping[str, Any], pattern: HybridPattern | None) -> Mapping[str, Any]:

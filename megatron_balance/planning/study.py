@@ -159,7 +159,7 @@ def alternatives(
         yours: finds the split that the job's own flags describe; None where they describe none but the uniform one.
         compared: layout strings.
         mtp_last: whether multi-token prediction must be in the last stage (Megatron core before 0.16).
-        by_pattern: a hybrid model, for which Megatron refuses the account-for flags.
+        by_pattern: a hybrid model, for which Megatron refuses the account-for flags, and counts beside virtual stages.
 
     Raises:
         BalanceError: one of ``compared`` is no layout string.
@@ -188,7 +188,7 @@ def alternatives(
             judge.alternative("E (account for embedding)", even(embedding=True)),
             judge.alternative("L (account for loss)", even(loss=True)),
             judge.alternative("E+L (account for both)", even(embedding=True, loss=True)),
-            _best_counts(judge, mtp_num_layers),
+            _NO_COUNTS if by_pattern and topology.virtual_size > 1 else _best_counts(judge, mtp_num_layers),
         ]
     if yours is not None:
         found.append(judge.alternative(YOURS, checked(yours)))
@@ -196,6 +196,14 @@ def alternatives(
         layout = parse_layout(text)
         found.append(replace(judge.alternative(text, checked(lambda layout=layout: layout)), layout=layout))
     return found
+
+
+_NO_COUNTS = Alternative(
+    "first/last counts",
+    None,
+    legal=False,
+    reason="Megatron cuts a hybrid model into virtual stages only where its pattern has a |",
+)
 
 
 def _best_counts(judge: Judge, mtp_num_layers: int) -> Alternative:

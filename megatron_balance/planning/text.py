@@ -59,10 +59,10 @@ def _verdict(report: Report) -> Iterator[tuple[str, str]]:
     plan, rival = report.plan, report.rival
     if rival is not None:
         gain = rival.step_s / plan.step_s - 1
-        text = f"{100 * gain:.1f} % over the best of Megatron's flags, {rival.name}"
+        text = f"{_percent(gain)} over the best of Megatron's flags, {rival.name}"
         if gain < _WORTH_IT:
             most = rival.step_s / plan.bound_s - 1
-            text += f": keep that; no split can gain more than {100 * most:.1f} %"
+            text += f": keep that; no split can gain more than {_percent(most)}"
         yield "gain", text
     if (more := _more_memory(report)) is not None:
         yield "memory", more
@@ -85,7 +85,11 @@ def _more_memory(report: Report) -> str | None:
 
 
 def _gain(plan: Plan, other: Plan) -> str:
-    return f"{100 * (plan.step_s / other.step_s - 1):.1f} %"
+    return _percent(plan.step_s / other.step_s - 1)
+
+
+def _percent(share: float) -> str:
+    return f"{round(100 * share, 1) + 0.0:.1f} %"  # + 0.0: never -0.0
 
 
 def _ways_out(report: Report) -> str | None:
@@ -94,13 +98,14 @@ def _ways_out(report: Report) -> str | None:
     stages = len(plan.stages)
     total_s = sum(stage.total_s for stage in plan.stages)
     head_s = report.head_s
-    if stages == 1 or head_s <= total_s / stages:
+    if stages == 1 or head_s <= total_s / stages or plan.bound_s <= plan.even_step_s:
         return None
     most = int(total_s / head_s)
+    fewer = "1 stage" if most == 1 else f"{most} stages or fewer"
     virtual = " or virtual stages" if plan.topology.virtual_size > 1 else ""
     return (
         f"no split helps against a head of {head_s * stages / total_s:.2f} even stages: the step stays"
-        f" {100 * (plan.bound_s / plan.even_step_s - 1):.1f} % above an even one at least. Use {most} stages or fewer (fewer"
+        f" {100 * (plan.bound_s / plan.even_step_s - 1):.1f} % above an even one at least. Use {fewer} (fewer"
         f" pipeline ranks{virtual}, with tensor parallelism in their place), or a smaller vocabulary"
     )
 
