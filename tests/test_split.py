@@ -130,6 +130,24 @@ def test_prediction_may_leave_the_head() -> None:
     assert split.proven
 
 
+def test_all_places_of_prediction_share_one_budget_of_cuts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bound is the lowest of all places, so raising each to the end would be work for nothing."""
+    costs, topology, budget = deepseek_v3(), Topology(8, 8, 2), 3e6
+    spent, solve = [], cuts.CutBound.solve
+
+    def recorded(program: cuts.CutBound, *arguments: object) -> cuts.Tree:
+        tree = solve(program, *arguments)
+        spent.append((program.case.mtp_stage, tree.work))
+        return tree
+
+    monkeypatch.setattr(cuts.CutBound, "solve", recorded)
+    monkeypatch.setattr(search, "CUT_WORK", budget)
+    split = find_split(costs, Simulator(topology), allow_empty=True, mtp_stages=range(9, 16))
+    assert len({place for place, _ in spent}) > 2
+    assert sum(work for _, work in spent) <= 1.02 * budget
+    assert not split.proven
+
+
 def in_flight_layers(num_layers: int) -> ChainMemory:
     """A byte for each layer of a micro-batch in flight."""
     nothing = ElementMemory()

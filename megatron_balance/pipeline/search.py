@@ -40,6 +40,7 @@ _COARSE_OPERATIONS = 20_000  # of a step; longer steps are first searched with f
 _MOST_CASES = (
     2  # places of multi-token prediction that are searched in full; together, the others take as long as these
 )
+_HOPEFUL = 0.03  # share of a step by which a place may be behind the best and still be searched in full
 _CLOSED = 1e-9
 _WORTH_SAYING = 2e-4  # by how much a bound rises
 _GB = 1e9
@@ -129,10 +130,12 @@ def find_split(
     for found in sorted(searched, key=lambda found: found.bound_s):
         if np.isfinite(found.bound_s) and found.bound_s <= min(other.step_s for other in searched):
             _search(found, _COARSE_ROUND * _MOST_CASES // max(_MOST_CASES, len(searched)))
+    best_s = min(found.step_s for found in searched)
     for found in sorted(searched, key=lambda found: found.step_s)[:_MOST_CASES]:
-        if len(searched) > _MOST_CASES:
-            _search(found, _COARSE_ROUND)
-        _refine(found)
+        if found.step_s <= (1 + _HOPEFUL) * best_s:
+            if len(searched) > _MOST_CASES:
+                _search(found, _COARSE_ROUND)
+            _refine(found)
     best = min(searched, key=lambda found: found.step_s)
     if best.layers is None:
         raise _no_room(cases, certain=all(np.isinf(found.bound_s) for found in searched))
