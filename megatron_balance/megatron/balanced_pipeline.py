@@ -55,8 +55,10 @@ def before_validation(args: Any, options: Options) -> None:
     if is_ours(args):
         return
     if args.pipeline_model_parallel_size == 1:
-        say(f"megatron-balance: {FLAG} has nothing to do: --pipeline-model-parallel-size is 1; training as stock")
-        if options.dry_run is not None:
+        dry = options.dry_run is not None
+        outcome = "there is nothing to plan" if dry else "training as stock"
+        say(f"megatron-balance: {FLAG} has nothing to do: --pipeline-model-parallel-size is 1; {outcome}")
+        if dry:
             sys.exit(0)
         return
     _refuse_conflicts(args)

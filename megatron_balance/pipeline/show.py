@@ -138,7 +138,11 @@ def _bound(plan: Plan) -> str:
 
 def _beside(step_s: float, plan: Plan) -> str:
     """A step's seconds, and how much longer than the plan's that is."""
-    return f"{_duration(step_s)} ({100 * (step_s / plan.step_s - 1):+.1f} %)"
+    return f"{_duration(step_s)} ({signed_percent(step_s / plan.step_s - 1)})"
+
+
+def signed_percent(share: float) -> str:
+    return f"{round(100 * share, 1) + 0.0:+.1f} %"  # + 0.0: never -0.0
 
 
 def _percent(share: float) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron_balance.pipeline.plan import Plan
-from megatron_balance.pipeline.show import aligned, labelled, render_plan
+from megatron_balance.pipeline.show import aligned, labelled, render_plan, signed_percent
 from megatron_balance.planning.formats import bridge_line, deepspeed_class, deepspeed_parts
 from megatron_balance.planning.report import Report
 from megatron_balance.planning.study import Alternative
@@ -123,8 +123,8 @@ def _alternatives(report: Report) -> Iterator[str]:
 
 
 def _alternative_row(report: Report, one: Alternative) -> tuple[str, ...]:
-    longer = 100 * (one.step_s / report.plan.step_s - 1)
-    return one.name, f"{report.over_even(one.step_s):.4f}", f"{longer:+.1f} %", _memory(one.peak_bytes), one.reason
+    longer = signed_percent(one.step_s / report.plan.step_s - 1)
+    return one.name, f"{report.over_even(one.step_s):.4f}", longer, _memory(one.peak_bytes), one.reason
 
 
 def _peak(report: Report) -> float | None:
@@ -142,6 +142,6 @@ def _sensitivity(report: Report) -> Iterator[str]:
     yield f"If the head costs something else{beside}"
     lines = [("head", "over even", "gain")]
     for one in report.sensitivity:
-        gain = "" if one.gain is None else f"{100 * one.gain:+.1f} %"
+        gain = "" if one.gain is None else signed_percent(one.gain)
         lines.append((f"x {one.scale:g}", f"{one.iteration_over_even:.4f}", gain))
     yield from aligned(lines)
