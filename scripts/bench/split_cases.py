@@ -9,9 +9,9 @@ import split_peers as peers
 
 from megatron_balance.costs.chain import ChainCosts
 from megatron_balance.costs.memory import ChainMemory
+from megatron_balance.pipeline import stock
 from megatron_balance.pipeline.chain import stage_costs
 from megatron_balance.pipeline.layout import Layout, parse_layout
-from megatron_balance.planning import stock
 from megatron_balance.schedule.simulate import Simulator
 from megatron_balance.topology import Topology
 
