@@ -77,6 +77,7 @@ def prepare_megatron() -> None:
 
     for hook in HOOKS:
         registry.apply(hook)
+    name_missing_kernels()
     if hasattr(initialize, "_warmup_jit_function"):
         initialize._warmup_jit_function = lambda *args, **kwargs: None
     if hasattr(initialize, "fused_kernels"):  # up to 0.16: CUDA kernels, compiled at start
@@ -86,6 +87,14 @@ def prepare_megatron() -> None:
         lambda record: "CPU RNG state changed" not in record.getMessage()
     )
     _provide_dataset_helpers(dataset_utils)
+
+
+def name_missing_kernels() -> None:
+    """Megatron 0.16 asks whether Transformer Engine's product for routers is None, but without the package leaves it undefined."""
+    from megatron.core.transformer.moe import moe_utils
+
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None
 
 
 def adapt_arguments(args: Any) -> None:

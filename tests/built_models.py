@@ -134,8 +134,13 @@ def _built(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
+    cpu.name_missing_kernels()
     torch.distributed.init_process_group("gloo", init_method=f"file://{sys.argv[1]}", rank=0, world_size=1)
     parallel_state.initialize_model_parallel()
     tensor_parallel.model_parallel_cuda_manual_seed(1)
     for name, arguments in json.loads(sys.argv[2]).items():
-        print(json.dumps({name: _built(arguments)}), flush=True)
+        try:
+            built = _built(arguments)
+        except (TypeError, ImportError) as error:
+            built = {"cannot": str(error)}
+        print(json.dumps({name: built}), flush=True)

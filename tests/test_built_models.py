@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import pytest
+from packaging.version import Version
 
 from megatron_balance.costs.analytic import model_flops
 from megatron_balance.costs.parameters import chain_parameters
@@ -58,6 +60,15 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]
     return {name: one for line in done.stdout.splitlines() if line[0] == "{" for name, one in json.loads(line).items()}
 
 
+def _one(built: dict[str, dict[str, Any]], name: str) -> dict[str, Any]:
+    """What was built of model ``name``; older Megatrons build some kinds with Transformer Engine alone."""
+    reason = built[name].get("cannot")
+    if reason and Version(version("megatron-core")) < Version("0.19"):
+        pytest.skip(reason)
+    assert not reason
+    return built[name]
+
+
 @pytest.mark.megatron
 @pytest.mark.parametrize("name", MODELS)
 def test_parameters_are_those_that_megatron_builds(built: dict[str, dict[str, Any]], name: str) -> None:
@@ -65,17 +76,18 @@ def test_parameters_are_those_that_megatron_builds(built: dict[str, dict[str, An
     parameters = chain_parameters(model, ONE)
     final_norm = model.hidden_size if model.mtp_num_layers else 0  # counted with the last layer
     layers = [layer.total for layer in parameters.layers]
-    assert [*layers[:-1], layers[-1] - final_norm] == built[name]["layers"]
-    assert parameters.total.total == built[name]["parameters"]
+    one = _one(built, name)
+    assert [*layers[:-1], layers[-1] - final_norm] == one["layers"]
+    assert parameters.total.total == one["parameters"]
 
 
 @pytest.mark.megatron
 @pytest.mark.parametrize("name", MODELS)
 def test_forward_flops_are_those_that_run(built: dict[str, dict[str, Any]], name: str) -> None:
-    assert model_flops(ModelSpec.from_arguments(MODELS[name]), ONE) == built[name]["flops"]
+    assert model_flops(ModelSpec.from_arguments(MODELS[name]), ONE) == _one(built, name)["flops"]
 
 
 @pytest.mark.megatron
 def test_parameters_of_a_mamba_mixer_are_those_that_megatron_builds(built: dict[str, dict[str, Any]]) -> None:
     (layer,) = chain_parameters(ModelSpec.from_arguments(MAMBA), ONE).layers
-    assert layer.total - MAMBA["hidden_size"] == built["mamba"]["mixer"]
+    assert layer.total - MAMBA["hidden_size"] == _one(built, "mamba")["mixer"]
