@@ -87,7 +87,9 @@ class Case:
     @property
     def mtp_stages(self) -> tuple[int, ...] | None:
         """Stages in which multi-token prediction may stand, as for ``megatron-balance plan``."""
-        return stock.mtp_stages(self.topology, by_pattern=False) if self.costs.mtp.total_s and not self.mtp_last else None
+        return (
+            stock.mtp_stages(self.topology, by_pattern=False) if self.costs.mtp.total_s and not self.mtp_last else None
+        )
 
     @property
     def allow_empty(self) -> bool:
