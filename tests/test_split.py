@@ -98,8 +98,7 @@ def test_empty_stages_help_a_heavy_head() -> None:
     costs = replace(costs, head=costs.from_layers(2.51, 2.51))
     simulator, told = Simulator(topology), []
     split = find_split(costs, simulator, allow_empty=True, say=told.append)
-    # The best flag takes 1.182. Annealing ends at 1.142 or 1.149, as the last digits of other versions of numpy have it.
-    assert step_s(costs, simulator, split.layers) / even_s(costs, topology) < 1.155
+    assert step_s(costs, simulator, split.layers) / even_s(costs, topology) <= 1.145 + 0.002
     assert told and all("faster" in text for text in told)
 
 

@@ -70,11 +70,12 @@ class ChainCosts:
 
     @property
     def mean_layer(self) -> ElementCost:
+        # Rounded once: `sum` adds up in another way from Python 3.12 on, and a last digit can lead the search elsewhere.
         count = len(self.layers)
         return ElementCost(
-            sum(layer.forward_s for layer in self.layers) / count,
-            sum(layer.backward_s for layer in self.layers) / count,
-            sum(layer.update_s for layer in self.layers) / count,
+            math.fsum(layer.forward_s for layer in self.layers) / count,
+            math.fsum(layer.backward_s for layer in self.layers) / count,
+            math.fsum(layer.update_s for layer in self.layers) / count,
         )
 
     @property
