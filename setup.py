@@ -35,6 +35,7 @@ setup(
         "torch>=2.4",
     ],
     extras_require={
+        "bench": ["pyarrow>=16.0"],  # reads the public trace of a real job
         "te": ["transformer-engine[pytorch]>=2.1"],
         "flash": ["flash-attn>=2.6"],
         "timeline": ["matplotlib>=3.8"],
