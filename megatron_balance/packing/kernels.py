@@ -6,9 +6,9 @@ There is no clock, no library random number and no fast-math in here: the same d
 from __future__ import annotations
 
 import numba  # noqa: F401
-import numpy as np  # noqa: F401
+import numpy as np
 
-from megatron_balance.kernels import compiled  # noqa: F401
+from megatron_balance.kernels import compiled
 
 # --- the order of documents
 
