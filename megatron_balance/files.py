@@ -10,6 +10,7 @@ import re
 import secrets
 import socket
 import stat
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -95,3 +96,17 @@ def read_text(path: str | os.PathLike[str], name: str) -> str:
         return Path(path).read_text(encoding="utf-8", errors="replace")
     except OSError as error:
         raise BalanceError(f"{name} cannot be read ({error.strerror}): pass another") from error
+
+
+def write_standard_output(text: str) -> None:
+    """Write to standard output, at once: a disk that is full shows while it can still be said.
+
+    Raises:
+        BalanceError: it cannot be written.
+    """
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python flushes at its end
+        raise BalanceError(f"standard output cannot be written ({error.strerror})") from error

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from megatron_balance.errors import BalanceError
-from megatron_balance.files import write_text
+from megatron_balance.files import write_standard_output, write_text
 from megatron_balance.packing.cost import FIXED, SHAPES
 from megatron_balance.packing.pieces import LONG_DOCUMENTS, SPLIT
 from megatron_balance.planning.flags import FLAG
