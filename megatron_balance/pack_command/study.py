@@ -33,6 +33,7 @@ from megatron_balance.packing.stream import Stream
 from megatron_balance.reporting import progress
 
 _TUNED_ON = 4  # global batches
+_MOST_BOUNDED = 8192  # operations of a step's schedule times steps whose bound is computed: some seconds
 _MOST_DOCUMENTS = 5_000_000  # of which a whole epoch is cut to count its batches; of more, the batches simulated tell
 
 
@@ -142,9 +143,7 @@ def _placed(request: Request, cut: tuple[GlobalBatch, ...], profile: Profile) ->
     with progress("placing documents", len(cut)) as advance:
         placed = []
         for batch in cut:
-            placed.append(
-                place(batch.pieces.tokens, request.bin_cost, request.rule, request.grid, profile, batch.bins)
-            )
+            placed.append(place(batch.pieces.tokens, request.bin_cost, request.rule, request.grid, profile, batch.bins))
             advance(1)
     return tuple(placed)
 
@@ -238,9 +237,10 @@ def _report(request: Request, blend: Blend, found: Study, counted: _Counted, run
     totals = [Totals.of(one, request.rule) for one in blend.data_sets]
     whole_cut = _share_split(found.batches)
     cuts = {UNDIVIDED: (chopped := _share_chopped(request, run)), CHOPPED: chopped}
-    outcomes = tuple(_outcome(request, judge, key, steps, cuts.get(key, whole_cut)) for key, steps in found.steps.items())
-    bounds_s = _bounds_s(request, found)
-    ideal_s = sum(placement.ideal_s for placement in found.placements)
+    outcomes = tuple(
+        _outcome(request, judge, key, steps, cuts.get(key, whole_cut)) for key, steps in found.steps.items()
+    )
+    bound_over_ideal, above_bound = _bounded(request, found)
     return Report(
         request=request,
         data_sets=tuple(
@@ -254,7 +254,8 @@ def _report(request: Request, blend: Blend, found: Study, counted: _Counted, run
         fill=counted.fill,
         least_fill=counted.least_fill,
         outcomes=outcomes,
-        bound_over_ideal=sum(bounds_s) / ideal_s,
+        bound_over_ideal=bound_over_ideal,
+        above_bound=above_bound,
         longest_over_mean=float(np.mean([_longest_over_mean(request, batch) for batch in found.batches])),
         fallbacks=sum(placement.method == FALLBACK for placement in found.placements),
     )
@@ -281,13 +282,19 @@ def _max_over_mean(costs: np.ndarray) -> float:
     return float(costs.max() / costs.mean())
 
 
-def _bounds_s(request: Request, found: Study) -> list[float]:
-    with progress("bounding the step", len(found.batches)) as advance:
-        bounds_s = []
-        for batch in found.batches:
-            bounds_s.append(lower_bound_s(batch.pieces.tokens, request.bin_cost, request.rule, request.grid))
+def _bounded(request: Request, found: Study) -> tuple[float, float]:
+    """Bound over ideal, and the share of the step that is above it, over the first steps."""
+    topology = request.grid.topology
+    operations = 2 * topology.num_stages * topology.num_microbatches
+    cut = found.batches[: max(1, _MOST_BOUNDED // operations)]
+    bound_s = 0.0
+    with progress("bounding the step", len(cut)) as advance:
+        for batch in cut:
+            bound_s += lower_bound_s(batch.pieces.tokens, request.bin_cost, request.rule, request.grid)
             advance(1)
-    return bounds_s
+    placements = found.placements[: len(cut)]
+    ideal_s, step_s = (sum(getattr(one, name) for one in placements) for name in ("ideal_s", "step_s"))
+    return bound_s / ideal_s, max(0.0, 1 - bound_s / step_s)
 
 
 def _longest_over_mean(request: Request, batch: GlobalBatch) -> float:
