@@ -119,7 +119,12 @@ def _shuffled(documents: Documents, seed: int, place: int, epoch: int, progress:
 
 
 def _write(path: Path, wanted: dict[str, Any], order: np.ndarray, name: str, progress: bool) -> None:
-    header = json.dumps({**wanted, "crc32": zlib.crc32(order.astype(_dtype(order.size), copy=False))}).encode().ljust(_HEADER_BYTES - 1) + b"\n"
+    header = (
+        json.dumps({**wanted, "crc32": zlib.crc32(order.astype(_dtype(order.size), copy=False))})
+        .encode()
+        .ljust(_HEADER_BYTES - 1)
+        + b"\n"
+    )
     with (
         writing_atomically(path) as file,
         shown_progress(f"writing the order of {name} to {path.parent}", order.size, progress) as advance,
@@ -151,7 +156,9 @@ def _mapped(path: Path, wanted: dict[str, Any]) -> np.ndarray:
             raise reading.DamageError(f"has {size} bytes, not {whole}")
         content = mmap.mmap(file.fileno(), whole, access=mmap.ACCESS_READ)
     order = np.frombuffer(content, dtype, wanted["documents"], _HEADER_BYTES)
-    if zlib.crc32(order) != checksum:  # twice as fast as a digest, which nobody needs here: the order is anyone's to compute
+    if (
+        zlib.crc32(order) != checksum
+    ):  # twice as fast as a digest, which nobody needs here: the order is anyone's to compute
         raise reading.DamageError("is damaged: its content does not have the checksum in its header")
     return order
 
