@@ -5,7 +5,8 @@ There is no clock, no library random number and no fast-math in here: the same d
 
 from __future__ import annotations
 
-import numba  # noqa: F401
+from typing import NamedTuple
+
 import numpy as np
 
 from megatron_balance.kernels import compiled
@@ -231,3 +232,266 @@ def fill_empty(order, bins, num_bins):
 
 
 # --- the placement
+
+_MOST_SWAPS = 2000  # pairs of bins that are looked through before a piece is said to fit nowhere
+
+
+@compiled
+def sort_pieces(tokens, longest):
+    """Numbers of the pieces by falling tokens, equal ones in their own order, int64 [pieces]; counted, in linear time.
+
+    Args:
+        tokens: of each piece, int64 of shape [pieces], at most ``longest``.
+        longest: largest number of tokens.
+    """
+    first = np.zeros(longest + 2, dtype=np.int64)  # place of the first piece of longest - t tokens
+    for piece in range(tokens.size):
+        first[longest - tokens[piece] + 1] += 1
+    for place in range(longest + 1):
+        first[place + 1] += first[place]
+    order = np.empty(tokens.size, dtype=np.int64)
+    for piece in range(tokens.size):
+        place = longest - tokens[piece]
+        order[first[place]] = piece
+        first[place] += 1
+    return order
+
+
+class Slots(NamedTuple):
+    """The bins of a global batch while pieces are placed. Slot ``k * micro_batch_size + j`` is sequence j of micro-batch k.
+
+    Attributes:
+        room: tokens that each bin still takes, int64 [DP, M * micro_batch_size].
+        load: cost of each micro-batch, [DP, M].
+        height: cost that the micro-batches of each lockstep group aim at, [DP / lockstep, M].
+        lack: what each rank is below its share of all cost, [DP].
+        head: last piece put into each bin, int64 [DP, M * micro_batch_size]; -1 in an empty one.
+        below: piece of the same bin that was put there before, int64 [pieces]; -1 where there is none.
+        best: bin of each rank that a piece would go to, int64 [DP]; -1 where it fits none.
+        gain: what the micro-batch of that bin is below its height, [DP].
+        wakes: largest piece for which another bin of the rank would be better, int64 [DP]; it had no room before.
+    """
+
+    room: np.ndarray
+    load: np.ndarray
+    height: np.ndarray
+    lack: np.ndarray
+    head: np.ndarray
+    below: np.ndarray
+    best: np.ndarray
+    gain: np.ndarray
+    wakes: np.ndarray
+
+
+@compiled
+def place_pieces(order, room, cost, targets, pull, empty_cost, capacity, data_size, micro_batch_size, lockstep):
+    """Put the costliest piece first, each into the bin whose micro-batch is furthest below its target.
+
+    Of the bins with room that one is taken for which ``(target - cost so far) + pull * (what its rank lacks)`` is largest;
+    ties go to the lower rank, then the earlier bin. The last pieces fill the bins that are still empty. Where nothing fits,
+    two pieces of two bins change places so that it does.
+
+    Args:
+        order: numbers of the pieces by falling tokens, from ``sort_pieces``.
+        room: tokens that each piece takes, int64 [pieces], at most ``capacity``; there are at least as many as bins.
+        cost: of each piece, [pieces]; falls with the tokens.
+        targets: cost that each micro-batch aims at, [M].
+        pull: weight of what a rank lacks.
+        empty_cost: of a micro-batch without pieces.
+        capacity: tokens of a bin.
+        data_size: data-parallel ranks.
+        micro_batch_size: bins of a micro-batch.
+        lockstep: ranks in a row whose micro-batches wait for one another: they share the height of the costliest.
+
+    Returns:
+        The bin of each piece as ``Grid`` numbers them, int32 [pieces], and how many pieces were placed.
+    """
+    pieces, microbatches = order.size, targets.size
+    slots = _empty_slots(pieces, targets, empty_cost, capacity, data_size, micro_batch_size, lockstep)
+    total = 0.0
+    for place in range(pieces):
+        total += cost[order[place]]
+    slots.lack[:] = total / data_size
+    for rank in range(data_size):
+        _find_best(slots, rank, capacity, lockstep, micro_batch_size)
+    empty, placed = data_size * microbatches * micro_batch_size, 0
+    while placed < pieces and pieces - placed > empty:
+        piece = order[placed]
+        rank = _find_rank(slots, room[piece], pull, lockstep, micro_batch_size)
+        if rank < 0:
+            if not _make_room(slots, room, cost, room[piece], micro_batch_size):
+                break
+            for each in range(data_size):
+                _find_best(slots, each, room[piece], lockstep, micro_batch_size)
+            rank = _find_rank(slots, room[piece], pull, lockstep, micro_batch_size)
+        slot = slots.best[rank]
+        empty -= slots.head[rank, slot] < 0
+        _put(slots, piece, rank, slot, room[piece], cost[piece], lockstep, micro_batch_size)
+        placed += 1
+    if pieces - placed <= empty:
+        placed = _fill_empty(slots, order, placed, room, cost, pull, micro_batch_size)
+    bins = np.full(pieces, -1, dtype=np.int32)
+    for rank in range(data_size):
+        for slot in range(slots.room.shape[1]):
+            k, j = slot // micro_batch_size, slot % micro_batch_size
+            piece = slots.head[rank, slot]
+            while piece >= 0:
+                bins[piece] = (k * data_size + rank) * micro_batch_size + j
+                piece = slots.below[piece]
+    return bins, placed
+
+
+@compiled
+def _empty_slots(pieces, targets, empty_cost, capacity, data_size, micro_batch_size, lockstep):
+    microbatches, groups = targets.size, data_size // lockstep
+    num_slots = microbatches * micro_batch_size
+    height = np.empty((groups, microbatches))
+    for group in range(groups):
+        height[group] = targets
+    return Slots(
+        np.full((data_size, num_slots), capacity),
+        np.full((data_size, microbatches), empty_cost),
+        height,
+        np.zeros(data_size),
+        np.full((data_size, num_slots), -1),
+        np.full(pieces, -1),
+        np.zeros(data_size, dtype=np.int64),
+        np.zeros(data_size),
+        np.zeros(data_size, dtype=np.int64),
+    )
+
+
+@compiled
+def _find_best(slots, rank, needed, lockstep, micro_batch_size):
+    """The bin of a rank with room for ``needed`` tokens whose micro-batch is furthest below its height."""
+    group = rank // lockstep
+    best, best_gain, best_room = -1, -np.inf, 0
+    for slot in range(slots.room.shape[1]):
+        room = slots.room[rank, slot]
+        if room >= needed:
+            k = slot // micro_batch_size
+            gain = slots.height[group, k] - slots.load[rank, k]
+            if gain > best_gain or (gain == best_gain and room > best_room and k == best // micro_batch_size):
+                best, best_gain, best_room = slot, gain, room
+    wakes = 0
+    for slot in range(slots.room.shape[1]):
+        room = slots.room[rank, slot]
+        if wakes < room < needed:
+            k = slot // micro_batch_size
+            if slots.height[group, k] - slots.load[rank, k] > best_gain:
+                wakes = room
+    slots.best[rank], slots.gain[rank], slots.wakes[rank] = best, best_gain, wakes
+
+
+@compiled
+def _find_rank(slots, needed, pull, lockstep, micro_batch_size):
+    """The rank whose best bin is the best of all for ``needed`` tokens; -1 where they fit nowhere."""
+    chosen, chosen_worth = -1, -np.inf
+    for rank in range(slots.lack.size):
+        if slots.wakes[rank] >= needed:
+            _find_best(slots, rank, needed, lockstep, micro_batch_size)
+        worth = slots.gain[rank] + pull * slots.lack[rank]
+        if slots.best[rank] >= 0 and worth > chosen_worth:
+            chosen, chosen_worth = rank, worth
+    return chosen
+
+
+@compiled
+def _put(slots, piece, rank, slot, needed, cost, lockstep, micro_batch_size):
+    """Put a piece into a bin, and look for the next best one of its rank."""
+    k, group = slot // micro_batch_size, rank // lockstep
+    slots.below[piece] = slots.head[rank, slot]
+    slots.head[rank, slot] = piece
+    slots.room[rank, slot] -= needed
+    slots.load[rank, k] += cost
+    slots.lack[rank] -= cost
+    if lockstep > 1 and slots.load[rank, k] > slots.height[group, k]:
+        slots.height[group, k] = slots.load[rank, k]
+        for other in range(group * lockstep, (group + 1) * lockstep):
+            _find_best(slots, other, needed, lockstep, micro_batch_size)
+    else:
+        _find_best(slots, rank, needed, lockstep, micro_batch_size)
+
+
+@compiled
+def _fill_empty(slots, order, placed, room, cost, pull, micro_batch_size):
+    """Give the last pieces to the empty bins, one to each; returns how many are then placed."""
+    num_slots = slots.room.shape[1]
+    for place in range(placed, order.size):
+        chosen_rank, chosen_slot, chosen_worth = -1, -1, -np.inf
+        for rank in range(slots.lack.size):
+            group = rank // (slots.lack.size // slots.height.shape[0])
+            for slot in range(num_slots):
+                if slots.head[rank, slot] < 0:
+                    k = slot // micro_batch_size
+                    worth = slots.height[group, k] - slots.load[rank, k] + pull * slots.lack[rank]
+                    if worth > chosen_worth:
+                        chosen_rank, chosen_slot, chosen_worth = rank, slot, worth
+        piece, k = order[place], chosen_slot // micro_batch_size
+        slots.head[chosen_rank, chosen_slot] = piece
+        slots.room[chosen_rank, chosen_slot] -= room[piece]
+        slots.load[chosen_rank, k] += cost[piece]
+        slots.lack[chosen_rank] -= cost[piece]
+    return order.size
+
+
+@compiled
+def _make_room(slots, room, cost, needed, micro_batch_size):
+    """Swap two pieces of two bins so that one of these takes ``needed`` tokens; False where none can.
+
+    Bins with most room are tried first, and of two of them that swap which moves fewest tokens.
+    """
+    data_size, num_slots = slots.room.shape
+    bins, tried = np.argsort(-slots.room.ravel(), kind="mergesort"), 0
+    for first in range(bins.size):
+        rank, slot = bins[first] // num_slots, bins[first] % num_slots
+        for second in range(bins.size):
+            other_rank, other_slot = bins[second] // num_slots, bins[second] % num_slots
+            lacking, most = needed - slots.room[rank, slot], slots.room[other_rank, other_slot]
+            if lacking > most or tried == _MOST_SWAPS:
+                break
+            if first != second:
+                tried += 1
+                if _swap(slots, room, cost, rank, slot, other_rank, other_slot, micro_batch_size, lacking, most):
+                    return True
+    return False
+
+
+@compiled
+def _swap(slots, room, cost, rank, slot, other_rank, other_slot, micro_batch_size, lacking, most):
+    """Swap a piece of the first bin for one of the other that is at least ``lacking``, at most ``most`` tokens smaller."""
+    least, out, back = most + 1, -1, -1
+    piece = slots.head[rank, slot]
+    while piece >= 0:
+        other = slots.head[other_rank, other_slot]
+        while other >= 0:
+            fewer = room[piece] - room[other]
+            if lacking <= fewer < least:
+                least, out, back = fewer, piece, other
+            other = slots.below[other]
+        piece = slots.below[piece]
+    if out < 0:
+        return False
+    _replace(slots, rank, slot, out, back)
+    slots.below[out], slots.below[back] = slots.below[back], slots.below[out]
+    _replace(slots, other_rank, other_slot, back, out)
+    dearer = cost[out] - cost[back]
+    slots.room[rank, slot] += least
+    slots.room[other_rank, other_slot] -= least
+    slots.load[rank, slot // micro_batch_size] -= dearer
+    slots.load[other_rank, other_slot // micro_batch_size] += dearer
+    slots.lack[rank] += dearer
+    slots.lack[other_rank] -= dearer
+    return True
+
+
+@compiled
+def _replace(slots, rank, slot, piece, other):
+    """Let the bin's list of pieces lead to ``other`` where it led to ``piece``."""
+    above = slots.head[rank, slot]
+    if above == piece:
+        slots.head[rank, slot] = other
+        return
+    while slots.below[above] != piece:
+        above = slots.below[above]
+    slots.below[above] = other
