@@ -17,7 +17,6 @@ from megatron_balance.costs.analytic import analytic_table
 from megatron_balance.costs.devices import device_chosen
 from megatron_balance.costs.table import save_costs
 from megatron_balance.pack_command.report import histogram
-from megatron_balance.pack_command.study import chop, next_fit
 from megatron_balance.packing.documents import Documents
 from megatron_balance.planning.job import read_job
 from megatron_balance.schedule.simulate import Simulator
@@ -253,15 +252,6 @@ def test_costs_come_from_a_file(capsys, data, tmp_path) -> None:
     counted = packed(capsys, f"{flags} --balanced-pipeline-device H200")
     own_s, counted_s = (one["outcomes"]["chopped_undivided"]["s_per_token"] for one in (values, counted))
     assert own_s == pytest.approx(counted_s)  # bins of one whole sequence: what the costs are of
-
-
-# --- ways of making batches
-
-
-def test_chop_cuts_where_a_bin_is_full_and_next_fit_where_nothing_fits() -> None:
-    piece, tokens, bins = chop(np.array([3, 9, 4, 4]), 8)
-    assert piece.tolist() == [0, 1, 1, 2, 3] and tokens.tolist() == [3, 5, 4, 4, 4] and bins.tolist() == [0, 0, 1, 1, 2]
-    assert next_fit(np.array([3, 5, 1, 8, 2, 6, 1]), 8).tolist() == [0, 0, 1, 2, 3, 3, 4]
 
 
 def test_histogram_has_a_bar_for_each_power_of_two() -> None:

@@ -17,7 +17,7 @@ NAMES = {
     UNDIVIDED: "chopped, undivided attention",
     CHOPPED: "chopped, attention by document",
     IN_ORDER: "packed in order",
-    FIRST_FIT: "first-fit-decreasing",
+    FIRST_FIT: "first-fit-decreasing, evened",
     OURS: "this plan",
 }
 _NOTICEABLE = 0.02  # of a step; less is not worth a change
