@@ -55,7 +55,7 @@ def run(capsys: pytest.CaptureFixture[str], text: str) -> tuple[int, str, str]:
 
 
 def packed(capsys: pytest.CaptureFixture[str], text: str) -> dict:
-    status, out, err = run(capsys, f"--json {text}")
+    status, out, err = run(capsys, f"{text} --json")
     assert status == 0, err
     return json.loads(out)
 
@@ -209,6 +209,7 @@ def test_equal_documents_that_fill_a_bin_are_not_worth_packing(capsys, tmp_path)
 
 
 def test_everything_that_was_not_given_is_said(capsys, data) -> None:
+    data.write_text(json.dumps(lengths(documents=2000)))
     values = packed(capsys, f"{data} --seq-length {C} --pipeline-model-parallel-size 3 --batches 1")
     assert values["assumed"] == [
         "--data-parallel-size 1",
@@ -315,6 +316,13 @@ def test_what_cannot_be_is_refused_in_one_line(capsys, data, tmp_path, flags: st
     assert not [*tmp_path.glob("*dump*")]
 
 
+def test_lengths_behind_a_flag_that_writes_are_never_overwritten(capsys, data) -> None:
+    for flag in ("--json", "--dump"):
+        status, out, err = run(capsys, f"{flag} {data} {data} {JOB} --batches 1")
+        assert (status, out) == (2, "") and "name another file" in err
+        assert json.loads(data.read_text()) == lengths()
+
+
 def test_needs_neither_torch_nor_megatron_nor_compiled_code_to_refuse(data) -> None:
     code = (
         "import sys\n"
@@ -323,7 +331,7 @@ def test_needs_neither_torch_nor_megatron_nor_compiled_code_to_refuse(data) -> N
         f"status = main(['pack', {str(data)!r}, '--seq-length', '0'])\n"
         "assert status == 2, status\n"
         "assert 'numba' not in sys.modules and 'scipy' not in sys.modules\n"
-        f"sys.exit(main(['pack', '--json', {str(data)!r}, '--batches', '1', *{shlex.split(JOB)!r}]))\n"
+        f"sys.exit(main(['pack', {str(data)!r}, '--json', '--batches', '1', *{shlex.split(JOB)!r}]))\n"
     )
     root = Path(__file__).parents[1]
     ended = subprocess.run(
