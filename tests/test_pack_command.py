@@ -131,7 +131,9 @@ def test_report_says_what_the_dumped_batches_cost(capsys, data, tmp_path) -> Non
         assert ours["s_per_token"] == pytest.approx(step_s / labels)
         assert ours["data_parallel_max_over_mean"] == pytest.approx(np.mean(busiest))
         assert values["lower_bound_over_ideal"] <= ours["step_over_ideal"]
-        assert values["step_above_bound"] == pytest.approx(1 - values["lower_bound_over_ideal"] / ours["step_over_ideal"])
+        assert values["step_above_bound"] == pytest.approx(
+            1 - values["lower_bound_over_ideal"] / ours["step_over_ideal"]
+        )
 
 
 def test_blends_and_larger_micro_batches_add_a_number_and_a_level(capsys, tmp_path) -> None:
@@ -291,7 +293,10 @@ def test_plot_without_matplotlib_says_what_to_install(capsys, data, monkeypatch,
         (f"DATA {JOB} --batches 0", "--batches 0"),
         (f"DATA {JOB.replace('300', 'nan')}", "--cost-ratio nan"),
         (f"DATA {JOB.replace('300', '-1')}", "--cost-ratio -1"),
-        (f"DATA {JOB.replace('size 32', 'size 30')}", "30 is not a multiple of micro-batch size * data-parallel size (1 * 4)"),
+        (
+            f"DATA {JOB.replace('size 32', 'size 30')}",
+            "30 is not a multiple of micro-batch size * data-parallel size (1 * 4)",
+        ),
         (f"DATA {JOB} --num-virtual-stages-per-pipeline-rank 2 --num-microbatches 3", "leave a last group of 1"),
         (f"DATA {JOB} --seq-lenght 512", "unrecognized arguments: --seq-lenght"),
         (f"DATA {JOB} --varlen-packing-shape fixed {MODEL}", "unrecognized arguments: --varlen-packing-shape"),
