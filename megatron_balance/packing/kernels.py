@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import numba  # noqa: F401
+import numba
 import numpy as np
 
 from megatron_balance.kernels import compiled
