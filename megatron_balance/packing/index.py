@@ -121,8 +121,7 @@ def _shuffled(documents: Documents, seed: int, place: int, epoch: int, progress:
 
 def _write(path: Path, wanted: dict[str, Any], order: np.ndarray, name: str, progress: bool) -> None:
     checksum = zlib.crc32(order.astype(_dtype(order.size), copy=False))
-    header = json.dumps({**wanted, "crc32": checksum}).encode().ljust(_HEADER_BYTES - 1) + b"
-"
+    header = json.dumps({**wanted, "crc32": checksum}).encode().ljust(_HEADER_BYTES - 1) + b"\n"
     with (
         writing_atomically(path) as file,
         shown_progress(f"writing the order of {name} to {path.parent}", order.size, progress) as advance,
