@@ -664,3 +664,297 @@ def packed_steps(program, ranks, micro_batch_s):
     for pipeline in range(steps.size):
         steps[pipeline] = run_program(program, micro_batch_s[pipeline], 0.0, free, end)
     return steps
+
+
+class Packed(NamedTuple):
+    """A placement while it is improved. A *cell* is a micro-batch with its bins, wherever in the step it stands.
+
+    Attributes:
+        program: a Program whose ``cost`` is ``is_backward * M + micro-batch``.
+        room: tokens that each piece takes, int64 [pieces].
+        seconds: forward and backward seconds of one stage for each piece, [2, pieces].
+        free: tokens that each bin still takes, int64 [bins].
+        held: pieces in each bin, int64 [bins].
+        first: where the pieces of each bin begin in ``pieces``, int64 [bins + 1]; behind them is place for more.
+        pieces: numbers of the pieces, bin by bin, int64.
+        cells: cell that stands at each place ``k * DP + rank``, int64 [DP * M].
+        load: forward and backward seconds of one stage for each place, [2, DP * M].
+        durations: of each lockstep group, the longest of its ranks' forward, then backward passes, [groups, 2 * M].
+        steps: seconds of each group's step, [groups].
+        pull: how often a critical path of each group runs each pass, [groups, 2 * M].
+    """
+
+    program: Program
+    room: np.ndarray
+    seconds: np.ndarray
+    free: np.ndarray
+    held: np.ndarray
+    first: np.ndarray
+    pieces: np.ndarray
+    cells: np.ndarray
+    load: np.ndarray
+    durations: np.ndarray
+    steps: np.ndarray
+    pull: np.ndarray
+
+
+@compiled
+def anneal_placement(
+    program, ranks, bins, room, seconds, empty_s, capacity, data_size, microbatches, micro_batch_size, lockstep,
+    threshold, evaluations, seed,
+):
+    packed = _unpacked(
+        program, bins, room, seconds, empty_s, capacity, data_size, microbatches, micro_batch_size, lockstep
+    )
+    groups = packed.steps.size
+    free, end = np.empty(ranks), np.empty(program.cost.size + 1)
+    for group in range(groups):
+        packed.steps[group] = run_program(program, packed.durations[group], 0.0, free, end)
+        _pull_of_passes(packed, end, group)
+    best, best_step = bins.copy(), packed.steps.max()
+    out, back = np.empty(8, dtype=np.int64), np.empty(8, dtype=np.int64)
+    old, ends = np.empty(4), np.empty((2, end.size))
+    state = np.uint64(seed)
+    judged, accepted, props = 0, 0, 0
+    for _ in range(100 * evaluations):
+        if judged >= evaluations:
+            break
+        props += 1
+        state, kind = _pick(state, 8)
+        worst = np.argmax(packed.steps)
+        state, group = _pick(state, groups)
+        if kind < 6:
+            group = worst
+        state, kind = _pick(state, 8)
+        state, other = _pick(state, groups)
+        if kind < 4:
+            other = group
+        state, k1 = _pick_pass(state, packed.pull[group], microbatches, True)
+        state, k2 = _pick_pass(state, packed.pull[other], microbatches, False)
+        state, r1 = _pick(state, lockstep)
+        state, r2 = _pick(state, lockstep)
+        place1 = k1 * data_size + group * lockstep + r1
+        place2 = k2 * data_size + other * lockstep + r2
+        if place1 == place2:
+            continue
+        cell1, cell2 = packed.cells[place1], packed.cells[place2]
+        state, kind = _pick(state, 8)
+        num_out, num_back, bin1, bin2 = 0, 0, 0, 0
+        if kind == 0:
+            moved_f = packed.load[0, place1] - packed.load[0, place2]
+            moved_b = packed.load[1, place1] - packed.load[1, place2]
+        else:
+            state, j1 = _pick(state, micro_batch_size)
+            state, j2 = _pick(state, micro_batch_size)
+            bin1, bin2 = cell1 * micro_batch_size + j1, cell2 * micro_batch_size + j2
+            state, num_out, num_back = _pick_pieces(state, packed, bin1, bin2, out, back)
+            if num_out < 0:
+                continue
+            moved_f, moved_b = 0.0, 0.0
+            for i in range(num_out):
+                piece = packed.pieces[out[i]]
+                moved_f += packed.seconds[0, piece]
+                moved_b += packed.seconds[1, piece]
+            for i in range(num_back):
+                piece = packed.pieces[back[i]]
+                moved_f -= packed.seconds[0, piece]
+                moved_b -= packed.seconds[1, piece]
+        before = max(packed.steps[group], packed.steps[other])
+        allowed = before * (1.0 + threshold * (1.0 - judged / evaluations))
+        for direction in range(2):
+            old[2 * direction] = packed.load[direction, place1]
+            old[2 * direction + 1] = packed.load[direction, place2]
+        packed.load[0, place1] -= moved_f
+        packed.load[0, place2] += moved_f
+        packed.load[1, place1] -= moved_b
+        packed.load[1, place2] += moved_b
+        floor1 = packed.steps[group] + _refresh(packed, group, k1, data_size, lockstep)
+        floor2 = packed.steps[other] + _refresh(packed, other, k2, data_size, lockstep)
+        if group == other:
+            floor1 += floor2 - packed.steps[group]
+            floor2 = floor1
+        good = max(floor1, floor2) < allowed
+        if good:
+            step1 = run_program(program, packed.durations[group], 0.0, free, ends[0])
+            judged += 1
+            good = step1 < allowed
+            step2 = step1
+            if good and group != other:
+                step2 = run_program(program, packed.durations[other], 0.0, free, ends[1])
+                judged += 1
+                good = step2 < allowed
+            if good:
+                accepted += 1
+                packed.steps[group], packed.steps[other] = step1, step2
+                _pull_of_passes(packed, ends[0], group)
+                if group != other:
+                    _pull_of_passes(packed, ends[1], other)
+                if kind == 0:
+                    packed.cells[place1], packed.cells[place2] = cell2, cell1
+                else:
+                    _exchange(packed, bin1, bin2, out, num_out, back, num_back)
+                step = packed.steps.max()
+                if step < best_step:
+                    best_step = step
+                    _write(packed, micro_batch_size, best)
+        if not good:
+            for direction in range(2):
+                packed.load[direction, place1] = old[2 * direction]
+                packed.load[direction, place2] = old[2 * direction + 1]
+            _refresh(packed, group, k1, data_size, lockstep)
+            _refresh(packed, other, k2, data_size, lockstep)
+    return best, best_step, judged, accepted, props
+
+
+@compiled
+def _pick_pass(state, pull, microbatches, high):
+    state, one = _pick(state, microbatches)
+    state, two = _pick(state, microbatches)
+    a = pull[one] + 2*pull[microbatches + one]
+    b = pull[two] + 2*pull[microbatches + two]
+    return state, one if (a >= b) == high else two
+
+
+@compiled
+def _pick_pieces(state, packed, bin1, bin2, out, back):
+    """Places in ``packed.pieces``. Some pieces of one bin for some of the other, so that both have room."""
+    state, turned = _pick(state, 2)
+    single, many = (bin2, bin1) if turned else (bin1, bin2)
+    ones, several = (back, out) if turned else (out, back)
+    state, one = _pick(state, packed.held[single])
+    ones[0] = packed.first[single] + one
+    goal = packed.room[packed.pieces[ones[0]]]
+    most = goal + packed.free[single]  # that may come
+    least = goal - packed.free[many]
+    total, count = 0, 0
+    state, extra = _pick(state, 3)
+    for _ in range(extra):
+        state, each = _pick(state, packed.held[many])
+        at = packed.first[many] + each
+        fresh = True
+        for i in range(count):
+            fresh = fresh and several[i] != at
+        if fresh and total + packed.room[packed.pieces[at]] <= most:
+            several[count] = at
+            total += packed.room[packed.pieces[at]]
+            count += 1
+    # the largest that fits
+    found, found_room = -1, 0
+    state, shift = _pick(state, packed.held[many])
+    for i in range(packed.held[many]):
+        at = packed.first[many] + i
+        room = packed.room[packed.pieces[at]]
+        if found_room < room <= most - total:
+            fresh = True
+            for c in range(count):
+                fresh = fresh and several[c] != at
+            if fresh:
+                found, found_room = at, room
+    if found >= 0 and (total + found_room < goal or total < least or shift % 2 == 0):
+        several[count] = found
+        count += 1
+        total += found_room
+    if total < least or count == packed.held[many] - 0 and False:
+        return state, -1, 0
+    if packed.held[single] - 1 + count < 1 or packed.held[many] + 1 - count < 1:
+        return state, -1, 0
+    if packed.first[single] + packed.held[single] - 1 + count > packed.first[single + 1]:
+        return state, -1, 0
+    if packed.first[many] + packed.held[many] + 1 - count > packed.first[many + 1]:
+        return state, -1, 0
+    return (state, count, 1) if turned else (state, 1, count)
+
+
+@compiled
+def _exchange(packed, bin1, bin2, out, num_out, back, num_back):
+    gone = np.empty(16, dtype=np.int64)
+    for i in range(num_out):
+        gone[i] = packed.pieces[out[i]]
+    for i in range(num_back):
+        gone[num_out + i] = packed.pieces[back[i]]
+    _remove(packed, bin1, gone[:num_out])
+    _remove(packed, bin2, gone[num_out : num_out + num_back])
+    for i in range(num_out + num_back):
+        piece, to = gone[i], bin2 if i < num_out else bin1
+        packed.pieces[packed.first[to] + packed.held[to]] = piece
+        packed.held[to] += 1
+        packed.free[to] -= packed.room[piece]
+
+
+@compiled
+def _remove(packed, bin_, gone):
+    first = packed.first[bin_]
+    for piece in gone:
+        at = first
+        while packed.pieces[at] != piece:
+            at += 1
+        packed.held[bin_] -= 1
+        packed.pieces[at] = packed.pieces[first + packed.held[bin_]]
+        packed.free[bin_] += packed.room[piece]
+
+
+@compiled
+def _refresh(packed, group, k, data_size, lockstep):
+    """Longest passes of micro-batch k of a group; returns by how much the critical path grows at least."""
+    microbatches = packed.durations.shape[1] // 2
+    added = 0.0
+    for direction in range(2):
+        longest = 0.0
+        for rank in range(group * lockstep, (group + 1) * lockstep):
+            longest = max(longest, packed.load[direction, k * data_size + rank])
+        at = direction * microbatches + k
+        added += packed.pull[group, at] * (longest - packed.durations[group, at])
+        packed.durations[group, at] = longest
+    return added
+
+
+@compiled
+def _pull_of_passes(packed, end, group):
+    program, pull = packed.program, packed.pull[group]
+    pull[:] = 0.0
+    place = np.int32(np.argmax(end))
+    while place != program.cost.size:
+        pull[program.cost[place]] += 1.0
+        place = waited_for(program, end, 0.0, place)
+
+
+@compiled
+def _write(packed, micro_batch_size, bins):
+    for place in range(packed.cells.size):
+        for j in range(micro_batch_size):
+            bin_ = packed.cells[place] * micro_batch_size + j
+            for at in range(packed.first[bin_], packed.first[bin_] + packed.held[bin_]):
+                bins[packed.pieces[at]] = place * micro_batch_size + j
+
+
+@compiled
+def _unpacked(program, bins, room, seconds, empty_s, capacity, data_size, microbatches, micro_batch_size, lockstep):
+    places = data_size * microbatches
+    num_bins = places * micro_batch_size
+    free, held = np.full(num_bins, capacity), np.zeros(num_bins, dtype=np.int64)
+    load = np.empty((2, places))
+    for direction in range(2):
+        load[direction] = empty_s[direction]
+    for piece in range(bins.size):
+        held[bins[piece]] += 1
+        free[bins[piece]] -= room[piece]
+        for direction in range(2):
+            load[direction, bins[piece] // micro_batch_size] += seconds[direction, piece]
+    first = np.zeros(num_bins + 1, dtype=np.int64)
+    for i in range(num_bins):
+        first[i + 1] = first[i] + 2 * held[i] + 8
+    pieces = np.empty(first[-1], dtype=np.int64)
+    held[:] = 0
+    for piece in range(bins.size):
+        b = bins[piece]
+        pieces[first[b] + held[b]] = piece
+        held[b] += 1
+    groups = data_size // lockstep
+    packed = Packed(
+        program, room, seconds, free, held, first, pieces, np.arange(places), load,
+        np.zeros((groups, 2 * microbatches)), np.zeros(groups), np.zeros((groups, 2 * microbatches)),
+    )
+    for group in range(groups):
+        for k in range(microbatches):
+            _refresh(packed, group, k, data_size, lockstep)
+    return packed
