@@ -666,11 +666,23 @@ def packed_steps(program, ranks, micro_batch_s):
     return steps
 
 
+_TRIES = 100  # exchanges looked at for each one that is simulated
+_MOST_BACK = 3  # pieces that one is exchanged for
+
+
+class Shape(NamedTuple):
+    """Data-parallel ranks, micro-batches, bins of a micro-batch, and ranks in a row that run in lockstep."""
+
+    data_size: int
+    microbatches: int
+    micro_batch_size: int
+    lockstep: int
+
+
 class Packed(NamedTuple):
     """A placement while it is improved. A *cell* is a micro-batch with its bins, wherever in the step it stands.
 
     Attributes:
-        program: a Program whose ``cost`` is ``is_backward * M + micro-batch``.
         room: tokens that each piece takes, int64 [pieces].
         seconds: forward and backward seconds of one stage for each piece, [2, pieces].
         free: tokens that each bin still takes, int64 [bins].
@@ -679,12 +691,8 @@ class Packed(NamedTuple):
         pieces: numbers of the pieces, bin by bin, int64.
         cells: cell that stands at each place ``k * DP + rank``, int64 [DP * M].
         load: forward and backward seconds of one stage for each place, [2, DP * M].
-        durations: of each lockstep group, the longest of its ranks' forward, then backward passes, [groups, 2 * M].
-        steps: seconds of each group's step, [groups].
-        pull: how often a critical path of each group runs each pass, [groups, 2 * M].
     """
 
-    program: Program
     room: np.ndarray
     seconds: np.ndarray
     free: np.ndarray
@@ -693,224 +701,243 @@ class Packed(NamedTuple):
     pieces: np.ndarray
     cells: np.ndarray
     load: np.ndarray
-    durations: np.ndarray
-    steps: np.ndarray
-    pull: np.ndarray
 
 
 @compiled
-def anneal_placement(
-    program, ranks, bins, room, seconds, empty_s, capacity, data_size, microbatches, micro_batch_size, lockstep,
-    threshold, evaluations, seed,
-):
-    packed = _unpacked(
-        program, bins, room, seconds, empty_s, capacity, data_size, microbatches, micro_batch_size, lockstep
-    )
-    groups = packed.steps.size
-    free, end = np.empty(ranks), np.empty(program.cost.size + 1)
+def improve_placement(program, ranks, shape, bins, room, seconds, empty_s, capacity, evaluations, seed):
+    """Exchange pieces and micro-batches of a placement so that the slowest step becomes shorter.
+
+    An exchange takes place between two micro-batches, mostly of the slowest group of ranks, from one on its critical path to
+    one off it, where the longer of the (one or two) steps concerned becomes shorter. A step is convex in the seconds of the
+    micro-batches, so the critical path tells without a simulation how short it becomes at most. To accept worse steps for a
+    while did not help.
+
+    Args:
+        program: a Program whose ``cost`` is ``is_backward * M + micro-batch``.
+        ranks: pipeline ranks.
+        shape: the Shape of the bins.
+        bins: bin of each piece as ``Grid`` numbers them, int32 [pieces]; within ``capacity``.
+        room: tokens that each piece takes, int64 [pieces].
+        seconds: forward and backward seconds of one stage for each piece, [2, pieces].
+        empty_s: the same of a micro-batch without pieces, [2].
+        capacity: tokens of a bin.
+        evaluations: steps of a group to simulate.
+        seed: of the proposals.
+
+    Returns:
+        Bins of the pieces, int32 [pieces]: never a longer step, and again no bin is empty or above ``capacity``.
+    """
+    packed = _unpack(shape, bins, room, seconds, empty_s, capacity)
+    load, cells, micro_batch_size = packed.load, packed.cells, shape.micro_batch_size
+    groups = shape.data_size // shape.lockstep
+    durations, pull = np.zeros((groups, 2 * shape.microbatches)), np.zeros((groups, 2 * shape.microbatches))
+    steps, free = np.empty(groups), np.empty(ranks)
+    end, other_end = np.empty(program.cost.size + 1), np.empty(program.cost.size + 1)
     for group in range(groups):
-        packed.steps[group] = run_program(program, packed.durations[group], 0.0, free, end)
-        _pull_of_passes(packed, end, group)
-    best, best_step = bins.copy(), packed.steps.max()
-    out, back = np.empty(8, dtype=np.int64), np.empty(8, dtype=np.int64)
-    old, ends = np.empty(4), np.empty((2, end.size))
-    state = np.uint64(seed)
-    judged, accepted, props = 0, 0, 0
-    for _ in range(100 * evaluations):
+        for k in range(shape.microbatches):
+            _lengthen(load, durations[group], pull[group], k, group, shape)
+        steps[group] = run_program(program, durations[group], 0.0, free, end)
+        _pull_of_passes(program, end, pull[group])
+    out, back = np.empty(_MOST_BACK, dtype=np.int64), np.empty(_MOST_BACK, dtype=np.int64)
+    moved, before = np.empty(2), np.empty((2, 2))
+    worst, judged, state = np.argmax(steps), 0, np.uint64(seed)
+    for _ in range(_TRIES * evaluations):
         if judged >= evaluations:
             break
-        props += 1
-        state, kind = _pick(state, 8)
-        worst = np.argmax(packed.steps)
-        state, group = _pick(state, groups)
-        if kind < 6:
-            group = worst
-        state, kind = _pick(state, 8)
-        state, other = _pick(state, groups)
-        if kind < 4:
-            other = group
-        state, k1 = _pick_pass(state, packed.pull[group], microbatches, True)
-        state, k2 = _pick_pass(state, packed.pull[other], microbatches, False)
-        state, r1 = _pick(state, lockstep)
-        state, r2 = _pick(state, lockstep)
-        place1 = k1 * data_size + group * lockstep + r1
-        place2 = k2 * data_size + other * lockstep + r2
-        if place1 == place2:
+        state, group, other = _pick_groups(state, worst, groups)
+        state, k = _pick_pass(state, pull[group], True)
+        state, other_k = _pick_pass(state, pull[other], False)
+        if group == other and not _is_apart(pull[group], k, other_k):
             continue
-        cell1, cell2 = packed.cells[place1], packed.cells[place2]
+        state, rank = _pick(state, shape.lockstep)
+        state, other_rank = _pick(state, shape.lockstep)
+        place = k * shape.data_size + group * shape.lockstep + rank
+        other_place = other_k * shape.data_size + other * shape.lockstep + other_rank
+        if place == other_place:
+            continue
+        before[:, 0], before[:, 1] = load[:, place], load[:, other_place]
         state, kind = _pick(state, 8)
-        num_out, num_back, bin1, bin2 = 0, 0, 0, 0
-        if kind == 0:
-            moved_f = packed.load[0, place1] - packed.load[0, place2]
-            moved_b = packed.load[1, place1] - packed.load[1, place2]
+        num_out, num_back, first_bin, second_bin = 0, 0, 0, 0
+        if kind == 0:  # all of them
+            moved[:] = before[:, 0] - before[:, 1]
         else:
-            state, j1 = _pick(state, micro_batch_size)
-            state, j2 = _pick(state, micro_batch_size)
-            bin1, bin2 = cell1 * micro_batch_size + j1, cell2 * micro_batch_size + j2
-            state, num_out, num_back = _pick_pieces(state, packed, bin1, bin2, out, back)
-            if num_out < 0:
+            state, bin_ = _pick(state, micro_batch_size)
+            state, other_bin = _pick(state, micro_batch_size)
+            first_bin = cells[place] * micro_batch_size + bin_
+            second_bin = cells[other_place] * micro_batch_size + other_bin
+            if kind % 2:
+                state, num_out, num_back = _pick_pieces(
+                    state, room, packed.pieces, packed.first, packed.held, packed.free, first_bin, second_bin, out, back
+                )
+            else:
+                state, num_back, num_out = _pick_pieces(
+                    state, room, packed.pieces, packed.first, packed.held, packed.free, second_bin, first_bin, back, out
+                )
+            if num_out + num_back == 0:
                 continue
-            moved_f, moved_b = 0.0, 0.0
-            for i in range(num_out):
-                piece = packed.pieces[out[i]]
-                moved_f += packed.seconds[0, piece]
-                moved_b += packed.seconds[1, piece]
-            for i in range(num_back):
-                piece = packed.pieces[back[i]]
-                moved_f -= packed.seconds[0, piece]
-                moved_b -= packed.seconds[1, piece]
-        before = max(packed.steps[group], packed.steps[other])
-        allowed = before * (1.0 + threshold * (1.0 - judged / evaluations))
-        for direction in range(2):
-            old[2 * direction] = packed.load[direction, place1]
-            old[2 * direction + 1] = packed.load[direction, place2]
-        packed.load[0, place1] -= moved_f
-        packed.load[0, place2] += moved_f
-        packed.load[1, place1] -= moved_b
-        packed.load[1, place2] += moved_b
-        floor1 = packed.steps[group] + _refresh(packed, group, k1, data_size, lockstep)
-        floor2 = packed.steps[other] + _refresh(packed, other, k2, data_size, lockstep)
+            _seconds_of(seconds, packed.pieces, out[:num_out], back[:num_back], moved)
+        allowed = max(steps[group], steps[other])
+        load[:, place] = before[:, 0] - moved
+        load[:, other_place] = before[:, 1] + moved
+        added = _lengthen(load, durations[group], pull[group], k, group, shape)
+        other_added = _lengthen(load, durations[other], pull[other], other_k, other, shape)
         if group == other:
-            floor1 += floor2 - packed.steps[group]
-            floor2 = floor1
-        good = max(floor1, floor2) < allowed
-        if good:
-            step1 = run_program(program, packed.durations[group], 0.0, free, ends[0])
+            added += other_added
+            other_added = added
+        shortens = steps[group] + added < allowed and steps[other] + other_added < allowed
+        if shortens:
+            step = run_program(program, durations[group], 0.0, free, end)
+            other_step = step
+            shortens = step < allowed
             judged += 1
-            good = step1 < allowed
-            step2 = step1
-            if good and group != other:
-                step2 = run_program(program, packed.durations[other], 0.0, free, ends[1])
+            if shortens and group != other:
+                other_step = run_program(program, durations[other], 0.0, free, other_end)
+                shortens = other_step < allowed
                 judged += 1
-                good = step2 < allowed
-            if good:
-                accepted += 1
-                packed.steps[group], packed.steps[other] = step1, step2
-                _pull_of_passes(packed, ends[0], group)
-                if group != other:
-                    _pull_of_passes(packed, ends[1], other)
-                if kind == 0:
-                    packed.cells[place1], packed.cells[place2] = cell2, cell1
-                else:
-                    _exchange(packed, bin1, bin2, out, num_out, back, num_back)
-                step = packed.steps.max()
-                if step < best_step:
-                    best_step = step
-                    _write(packed, micro_batch_size, best)
-        if not good:
-            for direction in range(2):
-                packed.load[direction, place1] = old[2 * direction]
-                packed.load[direction, place2] = old[2 * direction + 1]
-            _refresh(packed, group, k1, data_size, lockstep)
-            _refresh(packed, other, k2, data_size, lockstep)
-    return best, best_step, judged, accepted, props
+        if shortens:
+            steps[group], steps[other] = step, other_step
+            worst = np.argmax(steps)
+            _pull_of_passes(program, end, pull[group])
+            if group != other:
+                _pull_of_passes(program, other_end, pull[other])
+            if kind == 0:
+                cells[place], cells[other_place] = cells[other_place], cells[place]
+            else:
+                _exchange(packed, first_bin, second_bin, out[:num_out], back[:num_back])
+        else:
+            load[:, place], load[:, other_place] = before[:, 0], before[:, 1]
+            _lengthen(load, durations[group], pull[group], k, group, shape)
+            _lengthen(load, durations[other], pull[other], other_k, other, shape)
+    return _bins_of(packed, shape)
 
 
 @compiled
-def _pick_pass(state, pull, microbatches, high):
+def _unpack(shape, bins, room, seconds, empty_s, capacity):
+    """The placement as a Packed, each cell in its own place."""
+    places = shape.data_size * shape.microbatches
+    free = np.full(places * shape.micro_batch_size, capacity)
+    held = np.zeros(free.size, dtype=np.int64)
+    load = np.empty((2, places))
+    load[0], load[1] = empty_s[0], empty_s[1]
+    for piece in range(bins.size):
+        held[bins[piece]] += 1
+        free[bins[piece]] -= room[piece]
+        load[:, bins[piece] // shape.micro_batch_size] += seconds[:, piece]
+    first = np.zeros(free.size + 1, dtype=np.int64)
+    for each in range(free.size):
+        first[each + 1] = first[each] + 2 * held[each] + 2 * _MOST_BACK
+    pieces = np.empty(first[-1], dtype=np.int64)
+    held[:] = 0
+    for piece in range(bins.size):
+        pieces[first[bins[piece]] + held[bins[piece]]] = piece
+        held[bins[piece]] += 1
+    return Packed(room, seconds, free, held, first, pieces, np.arange(places), load)
+
+
+@compiled
+def _bins_of(packed, shape):
+    """The bin of each piece as ``Grid`` numbers them, int32 [pieces]."""
+    bins = np.empty(packed.room.size, dtype=np.int32)
+    for place in range(packed.cells.size):
+        for each in range(shape.micro_batch_size):
+            inside = packed.cells[place] * shape.micro_batch_size + each
+            for at in range(packed.first[inside], packed.first[inside] + packed.held[inside]):
+                bins[packed.pieces[at]] = place * shape.micro_batch_size + each
+    return bins
+
+
+@compiled
+def _pick_groups(state, worst, groups):
+    """Mostly the worst group, and as often itself as any."""
+    state, kind = _pick(state, 8)
+    group = worst
+    if kind < 2:
+        state, group = _pick(state, groups)
+    other = group
+    if kind % 2:
+        state, other = _pick(state, groups)
+    return state, group, other
+
+
+@compiled
+def _pick_pass(state, pull, high):
+    """Of two micro-batches drawn the one that is more often on the critical path, or less often."""
+    microbatches = pull.size // 2
     state, one = _pick(state, microbatches)
     state, two = _pick(state, microbatches)
-    a = pull[one] + 2*pull[microbatches + one]
-    b = pull[two] + 2*pull[microbatches + two]
-    return state, one if (a >= b) == high else two
+    more = pull[one] + 2.0 * pull[microbatches + one] >= pull[two] + 2.0 * pull[microbatches + two]
+    return state, one if more == high else two
 
 
 @compiled
-def _pick_pieces(state, packed, bin1, bin2, out, back):
-    """Places in ``packed.pieces``. Some pieces of one bin for some of the other, so that both have room."""
-    state, turned = _pick(state, 2)
-    single, many = (bin2, bin1) if turned else (bin1, bin2)
-    ones, several = (back, out) if turned else (out, back)
-    state, one = _pick(state, packed.held[single])
-    ones[0] = packed.first[single] + one
-    goal = packed.room[packed.pieces[ones[0]]]
-    most = goal + packed.free[single]  # that may come
-    least = goal - packed.free[many]
-    total, count = 0, 0
-    state, extra = _pick(state, 3)
+def _is_apart(pull, k, other_k):
+    """Whether the critical path runs some pass of micro-batch k more often than that of the other."""
+    microbatches = pull.size // 2
+    return pull[k] > pull[other_k] or pull[microbatches + k] > pull[microbatches + other_k]
+
+
+@compiled
+def _pick_pieces(state, room, pieces, first, held, free, single, many, ones, several):
+    """A piece of bin ``single``, and up to three of bin ``many`` that take about as much room, the last one chosen to fit.
+
+    Fills ``ones`` and ``several`` with their places in ``pieces``, and returns how many each holds; none if they do not fit.
+    """
+    if first[single] + held[single] + _MOST_BACK > first[single + 1] or first[many] + held[many] == first[many + 1]:
+        return state, 0, 0
+    state, one = _pick(state, held[single])
+    ones[0] = first[single] + one
+    size = room[pieces[ones[0]]]
+    most, total, count = size + free[single], 0, 0
+    state, extra = _pick(state, _MOST_BACK)
     for _ in range(extra):
-        state, each = _pick(state, packed.held[many])
-        at = packed.first[many] + each
-        fresh = True
-        for i in range(count):
-            fresh = fresh and several[i] != at
-        if fresh and total + packed.room[packed.pieces[at]] <= most:
+        state, one = _pick(state, held[many])
+        at = first[many] + one
+        if (count == 0 or several[0] != at) and total + room[pieces[at]] <= most:
             several[count] = at
-            total += packed.room[packed.pieces[at]]
+            total += room[pieces[at]]
             count += 1
-    # the largest that fits
-    found, found_room = -1, 0
-    state, shift = _pick(state, packed.held[many])
-    for i in range(packed.held[many]):
-        at = packed.first[many] + i
-        room = packed.room[packed.pieces[at]]
-        if found_room < room <= most - total:
-            fresh = True
-            for c in range(count):
-                fresh = fresh and several[c] != at
-            if fresh:
-                found, found_room = at, room
-    if found >= 0 and (total + found_room < goal or total < least or shift % 2 == 0):
-        several[count] = found
+    largest, largest_at = 0, -1
+    for at in range(first[many], first[many] + held[many]):
+        if largest < room[pieces[at]] <= most - total:
+            if (count == 0 or several[0] != at) and (count < 2 or several[1] != at):
+                largest, largest_at = room[pieces[at]], at
+    if largest_at >= 0:
+        several[count] = largest_at
+        total += largest
         count += 1
-        total += found_room
-    if total < least or count == packed.held[many] - 0 and False:
-        return state, -1, 0
-    if packed.held[single] - 1 + count < 1 or packed.held[many] + 1 - count < 1:
-        return state, -1, 0
-    if packed.first[single] + packed.held[single] - 1 + count > packed.first[single + 1]:
-        return state, -1, 0
-    if packed.first[many] + packed.held[many] + 1 - count > packed.first[many + 1]:
-        return state, -1, 0
-    return (state, count, 1) if turned else (state, 1, count)
+    if total < size - free[many] or (count == 0 and held[single] == 1):
+        return state, 0, 0
+    return state, 1, count
 
 
 @compiled
-def _exchange(packed, bin1, bin2, out, num_out, back, num_back):
-    gone = np.empty(16, dtype=np.int64)
-    for i in range(num_out):
-        gone[i] = packed.pieces[out[i]]
-    for i in range(num_back):
-        gone[num_out + i] = packed.pieces[back[i]]
-    _remove(packed, bin1, gone[:num_out])
-    _remove(packed, bin2, gone[num_out : num_out + num_back])
-    for i in range(num_out + num_back):
-        piece, to = gone[i], bin2 if i < num_out else bin1
-        packed.pieces[packed.first[to] + packed.held[to]] = piece
-        packed.held[to] += 1
-        packed.free[to] -= packed.room[piece]
+def _seconds_of(seconds, pieces, out, back, moved):
+    """Fill ``moved`` [2] with the forward and backward seconds that go one way, less those that come back."""
+    moved[:] = 0.0
+    for at in out:
+        moved[0] += seconds[0, pieces[at]]
+        moved[1] += seconds[1, pieces[at]]
+    for at in back:
+        moved[0] -= seconds[0, pieces[at]]
+        moved[1] -= seconds[1, pieces[at]]
 
 
 @compiled
-def _remove(packed, bin_, gone):
-    first = packed.first[bin_]
-    for piece in gone:
-        at = first
-        while packed.pieces[at] != piece:
-            at += 1
-        packed.held[bin_] -= 1
-        packed.pieces[at] = packed.pieces[first + packed.held[bin_]]
-        packed.free[bin_] += packed.room[piece]
-
-
-@compiled
-def _refresh(packed, group, k, data_size, lockstep):
-    """Longest passes of micro-batch k of a group; returns by how much the critical path grows at least."""
-    microbatches = packed.durations.shape[1] // 2
+def _lengthen(load, durations, pull, k, group, shape):
+    """Set the longest passes of micro-batch k of a group; returns by how much the critical path becomes longer."""
     added = 0.0
     for direction in range(2):
-        longest = 0.0
-        for rank in range(group * lockstep, (group + 1) * lockstep):
-            longest = max(longest, packed.load[direction, k * data_size + rank])
-        at = direction * microbatches + k
-        added += packed.pull[group, at] * (longest - packed.durations[group, at])
-        packed.durations[group, at] = longest
+        longest, at = 0.0, direction * shape.microbatches + k
+        for rank in range(group * shape.lockstep, (group + 1) * shape.lockstep):
+            longest = max(longest, load[direction, k * shape.data_size + rank])
+        added += pull[at] * (longest - durations[at])
+        durations[at] = longest
     return added
 
 
 @compiled
-def _pull_of_passes(packed, end, group):
-    program, pull = packed.program, packed.pull[group]
+def _pull_of_passes(program, end, pull):
+    """Fill ``pull`` [2 * M] with how often a critical path runs each pass."""
     pull[:] = 0.0
     place = np.int32(np.argmax(end))
     while place != program.cost.size:
@@ -919,42 +946,31 @@ def _pull_of_passes(packed, end, group):
 
 
 @compiled
-def _write(packed, micro_batch_size, bins):
-    for place in range(packed.cells.size):
-        for j in range(micro_batch_size):
-            bin_ = packed.cells[place] * micro_batch_size + j
-            for at in range(packed.first[bin_], packed.first[bin_] + packed.held[bin_]):
-                bins[packed.pieces[at]] = place * micro_batch_size + j
+def _exchange(packed, first_bin, second_bin, out, back):
+    """Move pieces, given by their places, from the first bin to the second, and from that one back."""
+    gone, come = packed.pieces[out], packed.pieces[back]
+    for piece in gone:
+        _take_out(packed, first_bin, piece)
+    for piece in come:
+        _take_out(packed, second_bin, piece)
+    for piece in gone:
+        _put_in(packed, second_bin, piece)
+    for piece in come:
+        _put_in(packed, first_bin, piece)
 
 
 @compiled
-def _unpacked(program, bins, room, seconds, empty_s, capacity, data_size, microbatches, micro_batch_size, lockstep):
-    places = data_size * microbatches
-    num_bins = places * micro_batch_size
-    free, held = np.full(num_bins, capacity), np.zeros(num_bins, dtype=np.int64)
-    load = np.empty((2, places))
-    for direction in range(2):
-        load[direction] = empty_s[direction]
-    for piece in range(bins.size):
-        held[bins[piece]] += 1
-        free[bins[piece]] -= room[piece]
-        for direction in range(2):
-            load[direction, bins[piece] // micro_batch_size] += seconds[direction, piece]
-    first = np.zeros(num_bins + 1, dtype=np.int64)
-    for i in range(num_bins):
-        first[i + 1] = first[i] + 2 * held[i] + 8
-    pieces = np.empty(first[-1], dtype=np.int64)
-    held[:] = 0
-    for piece in range(bins.size):
-        b = bins[piece]
-        pieces[first[b] + held[b]] = piece
-        held[b] += 1
-    groups = data_size // lockstep
-    packed = Packed(
-        program, room, seconds, free, held, first, pieces, np.arange(places), load,
-        np.zeros((groups, 2 * microbatches)), np.zeros(groups), np.zeros((groups, 2 * microbatches)),
-    )
-    for group in range(groups):
-        for k in range(microbatches):
-            _refresh(packed, group, k, data_size, lockstep)
-    return packed
+def _take_out(packed, inside, piece):
+    at = packed.first[inside]
+    while packed.pieces[at] != piece:
+        at += 1
+    packed.held[inside] -= 1
+    packed.pieces[at] = packed.pieces[packed.first[inside] + packed.held[inside]]
+    packed.free[inside] += packed.room[piece]
+
+
+@compiled
+def _put_in(packed, inside, piece):
+    packed.pieces[packed.first[inside] + packed.held[inside]] = piece
+    packed.held[inside] += 1
+    packed.free[inside] -= packed.room[piece]
