@@ -27,8 +27,9 @@ def render_report(report: Report, width: int = 100) -> str:
 def _title(report: Report) -> str:
     totals = [one.totals for one in report.data_sets]
     documents, tokens = sum(one.documents for one in totals), sum(one.tokens for one in totals)
+    bins = report.request.grid.num_bins
     return (
-        f"Packing: {documents:,} document{'s' * (documents != 1)} of {short(tokens)} tokens, {report.request.grid.num_bins:,} bins"
+        f"Packing: {documents:,} document{'s' * (documents != 1)} of {short(tokens)} tokens, {bins:,} bin{'s' * (bins > 1)}"
         f" of {report.request.rule.seq_length:,} tokens a step"
     )
 
@@ -169,7 +170,7 @@ def _verdict(report: Report) -> Iterator[tuple[str, str]]:
     yield "verdict", text
     yield "why", _why(report)
     if chopped.s_per_token < ours.s_per_token:
-        yield "", "chopping pads nothing, and saves the looks from one part of a cut document to the other"
+        yield "chopping", "pads nothing, and saves the looks from one part of a cut document to the other"
     if chopped.cut_documents > ours.cut_documents:
         stock, whole = _percent(chopped.cut_documents), _percent(ours.cut_documents)
         yield "cut", f"stock cuts {stock} of the documents, this plan {whole}"
