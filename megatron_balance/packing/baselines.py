@@ -108,7 +108,7 @@ def first_fit_bins(room: np.ndarray, capacity: int) -> np.ndarray:
     order = kernels.longest_first(room)
     leaves = 1 << (room.size - 1).bit_length()
     free, bins = np.zeros(2 * leaves, np.int64), np.empty(room.size, np.int32)
-    kernels.first_fit(room, order, room.size, capacity, bins, free)
+    kernels.first_fit(room, order, capacity, bins, free)
     return bins
 
 
