@@ -755,12 +755,12 @@ def improve_placement(program, ranks, shape, bins, room, seconds, empty_s, capac
         other_place = other_k * shape.data_size + other * shape.lockstep + other_rank
         if place == other_place:
             continue
-        before[:, 0], before[:, 1] = load[:, place], load[:, other_place]
+        for each in range(2):
+            before[each, 0], before[each, 1] = load[each, place], load[each, other_place]
+            moved[each] = before[each, 0] - before[each, 1]
         state, kind = _pick(state, 8)
         num_out, num_back, first_bin, second_bin = 0, 0, 0, 0
-        if kind == 0:  # all of them
-            moved[:] = before[:, 0] - before[:, 1]
-        else:
+        if kind > 0:  # otherwise all of both
             state, bin_ = _pick(state, micro_batch_size)
             state, other_bin = _pick(state, micro_batch_size)
             first_bin = cells[place] * micro_batch_size + bin_
@@ -775,10 +775,13 @@ def improve_placement(program, ranks, shape, bins, room, seconds, empty_s, capac
                 )
             if num_out + num_back == 0:
                 continue
-            _seconds_of(seconds, packed.pieces, out[:num_out], back[:num_back], moved)
+            moved[:] = 0.0
+            _add_seconds(moved, seconds, packed.pieces, out, num_out, 1.0)
+            _add_seconds(moved, seconds, packed.pieces, back, num_back, -1.0)
         allowed = max(steps[group], steps[other])
-        load[:, place] = before[:, 0] - moved
-        load[:, other_place] = before[:, 1] + moved
+        for each in range(2):
+            load[each, place] = before[each, 0] - moved[each]
+            load[each, other_place] = before[each, 1] + moved[each]
         added = _lengthen(load, durations[group], pull[group], k, group, shape)
         other_added = _lengthen(load, durations[other], pull[other], other_k, other, shape)
         if group == other:
@@ -805,7 +808,8 @@ def improve_placement(program, ranks, shape, bins, room, seconds, empty_s, capac
             else:
                 _exchange(packed, first_bin, second_bin, out[:num_out], back[:num_back])
         else:
-            load[:, place], load[:, other_place] = before[:, 0], before[:, 1]
+            for each in range(2):
+                load[each, place], load[each, other_place] = before[each, 0], before[each, 1]
             _lengthen(load, durations[group], pull[group], k, group, shape)
             _lengthen(load, durations[other], pull[other], other_k, other, shape)
     return _bins_of(packed, shape)
@@ -898,9 +902,9 @@ def _pick_pieces(state, room, pieces, first, held, free, single, many, ones, sev
             count += 1
     largest, largest_at = 0, -1
     for at in range(first[many], first[many] + held[many]):
-        if largest < room[pieces[at]] <= most - total:
-            if (count == 0 or several[0] != at) and (count < 2 or several[1] != at):
-                largest, largest_at = room[pieces[at]], at
+        taken = (count > 0 and several[0] == at) or (count > 1 and several[1] == at)
+        if largest < room[pieces[at]] <= most - total and not taken:
+            largest, largest_at = room[pieces[at]], at
     if largest_at >= 0:
         several[count] = largest_at
         total += largest
@@ -911,15 +915,11 @@ def _pick_pieces(state, room, pieces, first, held, free, single, many, ones, sev
 
 
 @compiled
-def _seconds_of(seconds, pieces, out, back, moved):
-    """Fill ``moved`` [2] with the forward and backward seconds that go one way, less those that come back."""
-    moved[:] = 0.0
-    for at in out:
-        moved[0] += seconds[0, pieces[at]]
-        moved[1] += seconds[1, pieces[at]]
-    for at in back:
-        moved[0] -= seconds[0, pieces[at]]
-        moved[1] -= seconds[1, pieces[at]]
+def _add_seconds(total, seconds, pieces, places, count, sign):
+    """Add to ``total`` [2] the seconds [2, pieces] of the first ``count`` pieces at ``places``, or take them from it."""
+    for each in range(count):
+        for direction in range(2):
+            total[direction] += sign * seconds[direction, pieces[places[each]]]
 
 
 @compiled
