@@ -84,8 +84,11 @@ def _span(ranks: list[int]) -> str:
 
 def device_of_job(options: Options) -> Device:
     """The device asked for, or the one here, with the memory that it really has."""
-    if options.device is not None:
-        return options.device
+    return device_here() if options.device is None else options.device
+
+
+def device_here() -> Device:
+    """The device of this process, with the memory that it really has."""
     if not torch.cuda.is_available():
         return device_named("cpu")
     return replace(device_named(device_name()), memory_bytes=float(torch.cuda.get_device_properties().total_memory))
