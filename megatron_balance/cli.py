@@ -7,6 +7,8 @@ import sys
 
 from megatron_balance import __version__
 from megatron_balance.errors import BalanceError
+from megatron_balance.pack_command.command import add_arguments as add_pack_arguments
+from megatron_balance.pack_command.command import pack as pack_command
 from megatron_balance.planning.command import add_arguments as add_plan_arguments
 from megatron_balance.planning.command import plan as plan_command
 
@@ -15,7 +17,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run the command; returns the exit status (2 for a user's mistake)."""
     parser = _parser()
     options, job = parser.parse_known_args(argv)
-    if job and options.command not in (_plan, _profile):
+    if job and options.command not in (_plan, _pack, _profile):
         parser.error(f"unrecognized arguments: {' '.join(job)}")
     try:
         return options.command(options, job)
@@ -51,6 +53,19 @@ def _parser() -> argparse.ArgumentParser:
     )
     add_plan_arguments(plan)
     plan.set_defaults(command=_plan)
+    pack = commands.add_parser(
+        "pack",
+        help="what packing documents of different lengths would do for a data set, without GPUs",
+        allow_abbrev=False,
+        usage="%(prog)s [PREFIX ...] --seq-length C [FLAGS] [SCRIPT] [MEGATRON'S FLAGS]",
+        description="Pack documents into bins of --seq-length tokens and place them on the ranks and micro-batches of each step,"
+        " without GPUs, without torch and without reading a token; show what that gives beside stock Megatron's concatenated"
+        " and chopped documents. PREFIX is a Megatron data set (PREFIX.idx and PREFIX.bin), alone or behind its weight.",
+        epilog="Steps are simulated on the costs given, with equal stages and without communication. --global-batch-size counts"
+        " bins.",
+    )
+    add_pack_arguments(pack)
+    pack.set_defaults(command=_pack)
     profile = commands.add_parser(
         "profile",
         help="measure what embedding, layers and head of a job cost here, and write a costs file",
@@ -78,6 +93,10 @@ def _doctor(options: argparse.Namespace, _: list[str]) -> int:
 
 def _plan(options: argparse.Namespace, job: list[str]) -> int:
     return plan_command(options, job)
+
+
+def _pack(options: argparse.Namespace, job: list[str]) -> int:
+    return pack_command(options, job)
 
 
 def _profile(options: argparse.Namespace, job: list[str]) -> int:

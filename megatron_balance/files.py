@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import glob
 import os
+import re
 import secrets
+import socket
 import stat
+import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 from megatron_balance.errors import BalanceError
 
@@ -25,17 +31,45 @@ def write_atomically(path: str | os.PathLike[str], content: str | bytes) -> None
     path = Path(os.path.realpath(path))  # a link stays one
     if path.exists() and not path.is_file():  # a rename would put a file in a device's place
         raise OSError(errno.EINVAL, "it is not a regular file")
-    _remove_stale(path)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
+    remove_left(path, _STALE_S)
+    with writing_atomically(path) as file:
+        file.write(content.encode() if isinstance(content, str) else content)
+
+
+@contextlib.contextmanager
+def writing_atomically(path: Path) -> Iterator[BinaryIO]:
+    """Give a file to write to, which takes the place of ``path`` at the end, and is removed instead if anything fails."""
+    temporary = path.with_name(f".{path.name}.{_host()}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
     try:
         with temporary.open("wb") as file:
-            file.write(content.encode() if isinstance(content, str) else content)
+            yield file
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
     except BaseException:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
         raise
+
+
+def remove_left(path: Path, stale_s: float, locked: bool = False) -> None:
+    """Remove temporary files of processes that were killed while they wrote ``path``.
+
+    Args:
+        stale_s: seconds without a write after which a file is taken for such a one.
+        locked: the caller holds a lock that keeps all others on this machine from writing ``path``, so that what this machine
+            left goes at once.
+    """
+    for left in path.parent.glob(glob.escape(f".{path.name}.") + "*.tmp"):
+        own = locked and left.name.startswith(f".{path.name}.{_host()}.")
+        with contextlib.suppress(FileNotFoundError):  # another process has just renamed it
+            if own or time.time() - left.stat().st_mtime > stale_s:
+                left.unlink()
+
+
+def _host() -> str:
+    """Name of this machine, as a part of a file's name."""
+    return re.sub(r"[^\w-]", "-", socket.gethostname())[:64]
 
 
 def write_text(path: str | os.PathLike[str], text: str | bytes, name: str) -> None:
@@ -64,8 +98,15 @@ def read_text(path: str | os.PathLike[str], name: str) -> str:
         raise BalanceError(f"{name} cannot be read ({error.strerror}): pass another") from error
 
 
-def _remove_stale(path: Path) -> None:
-    for left in path.parent.glob(f".{path.name}.*.tmp"):
-        with contextlib.suppress(FileNotFoundError):  # another process has just renamed it
-            if time.time() - left.stat().st_mtime > _STALE_S:
-                left.unlink()
+def write_standard_output(text: str) -> None:
+    """Write to standard output, at once: a disk that is full shows while it can still be said.
+
+    Raises:
+        BalanceError: it cannot be written.
+    """
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python flushes at its end
+        raise BalanceError(f"standard output cannot be written ({error.strerror})") from error

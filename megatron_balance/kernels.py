@@ -645,3 +645,22 @@ def find_paths(problem, durations, counts):
             counts[stage, program.cost[place]] += 1.0
             place = following[place]
     return step, through
+
+
+# --- a packed step
+
+
+@compiled
+def packed_steps(program, ranks, micro_batch_s):
+    """Seconds of the step of each pipeline whose micro-batches differ, all stages being equal, [pipelines].
+
+    Args:
+        program: a Program whose ``cost`` is ``is_backward * M + micro-batch``.
+        ranks: pipeline ranks.
+        micro_batch_s: forward and backward seconds of one stage for each micro-batch, [pipelines, 2 * M].
+    """
+    free, end = np.empty(ranks), np.empty(program.cost.size + 1)
+    steps = np.empty(micro_batch_s.shape[0])
+    for pipeline in range(steps.size):
+        steps[pipeline] = run_program(program, micro_batch_s[pipeline], 0.0, free, end)
+    return steps

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
+
+from rich.console import Console
+from rich.progress import Progress
 
 from megatron_balance.errors import BalanceError
 
 # torchrun ends all processes as soon as one fails, so rank 0 must be the first to go.
 _HOLD_BACK_S = 10.0
+_PATIENCE_S = 1.0  # work that takes less is not spoken of
 
 
 def global_rank() -> int:
@@ -47,3 +52,27 @@ def say(text: str) -> None:
     """Print ``text`` on rank 0."""
     if global_rank() == 0:
         print(text, flush=True)
+
+
+@contextlib.contextmanager
+def progress(text: str, total: float, shown: bool = True) -> Iterator[Callable[[float], None]]:
+    """Show how far long work is, once it has taken a second: a bar on a terminal, elsewhere one line that says ``text``.
+
+    It goes to the standard error output, as what a command prints may be read by a program. The context gives a function to
+    call with the work done since the last call.
+    """
+    console = Console(stderr=True)
+    start_s = time.monotonic()
+    with Progress(console=console, transient=True, disable=not (shown and console.is_terminal)) as bars:
+        task = bars.add_task(text, total=total, visible=False)
+        said = not shown or console.is_terminal
+
+        def advance(done: float) -> None:
+            nonlocal said
+            late = time.monotonic() - start_s > _PATIENCE_S
+            bars.update(task, advance=done, visible=late)
+            if late and not said:
+                said = True
+                print(f"megatron-balance: {text} ...", file=sys.stderr, flush=True)
+
+        yield advance

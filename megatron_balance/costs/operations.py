@@ -89,6 +89,12 @@ class Operations:
         again = layer.forward if self.model.recompute.granularity == "full" else self._selected(kind).forward
         return Work(layer.forward, layer.backward + again)
 
+    def recomputed_attention(self, kind: LayerKind) -> Work:
+        """What of ``recomputed_layer`` grows with the square of the sequence, for a layer with attention."""
+        core, recompute = self._core_attention(kind), self.model.recompute
+        again = recompute.granularity == "full" or "core_attn" in recompute.modules
+        return Work(core.forward, core.backward + core.forward) if again else core
+
     def mtp(self) -> Work:
         """All prediction depths (MTP): embedding look-up, two norms, their projection, layers and a norm.
 

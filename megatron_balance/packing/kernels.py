@@ -5,15 +5,521 @@ There is no clock, no library random number and no fast-math in here: the same d
 
 from __future__ import annotations
 
-import numba  # noqa: F401
-import numpy as np  # noqa: F401
+from typing import NamedTuple
 
-from megatron_balance.kernels import compiled  # noqa: F401
+import numpy as np
+
+from megatron_balance.kernels import compiled
 
 # --- the order of documents
+
+_STRIDE = np.uint64(0x9E3779B97F4A7C15)
+_MIX_1, _MIX_2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
+
+
+@compiled
+def shuffle(order, state, first, end):
+    """Put documents ``first`` to ``end - 1`` in places drawn from those up to their own (Fisher-Yates, inside out).
+
+    Shuffles all of ``order`` when called for 0 to its size, at once or part by part. Draws are SplitMix64 (Steele, Lea and
+    Flood 2014) modulo the number of places, which favours none by more than one part in 2^64 / places.
+
+    Args:
+        order: filled up to ``end``; uint32 or uint64 of shape [documents].
+        state: of the generator, uint64; any number to begin with.
+
+    Returns:
+        The state to go on with.
+    """
+    for document in range(first, end):
+        state += _STRIDE
+        draw = (state ^ (state >> np.uint64(30))) * _MIX_1
+        draw = (draw ^ (draw >> np.uint64(27))) * _MIX_2
+        draw ^= draw >> np.uint64(31)
+        place = np.int64(draw % np.uint64(document + 1))
+        order[document] = order[place]
+        order[place] = document
+    return state
 
 
 # --- the cut
 
+# Columns of what is known of each data set while pieces are dealt: where the next one begins, then what was dealt so far.
+AT, FIRST, TOKENS, PIECES, DOCUMENTS, SPLIT, TRUNCATED, DROPPED, SKIPPED, LOST = range(10)
+STATE_COLUMNS = 10
+KEEP_REST, CUT_REST, DROP_LONG = range(3)  # what becomes of a document that is longer than a bin
+DEALT, FULL = -1, -2  # why no more pieces were dealt, if not for a data set whose window is used up
+_DIGIT_BITS = 11
+
+
+@compiled
+def _seek(lengths, filled, rule, state):
+    """Tokens of a data set's next piece, having passed and counted the documents that give none; 0 at the window's end."""
+    capacity, _, long_documents = rule
+    while state[AT] < filled:
+        labels = lengths[state[AT]] - 1
+        if labels > capacity and long_documents == DROP_LONG:
+            state[DROPPED] += 1
+            state[LOST] += labels
+        elif labels > 0:
+            return min(labels - state[FIRST], capacity)
+        else:
+            state[SKIPPED] += 1
+        state[AT] += 1
+    return np.int64(0)
+
+
+@compiled
+def _take(lengths, tokens, rule, state):
+    """Step a data set over its next piece."""
+    end = state[FIRST] + tokens
+    rest = lengths[state[AT]] - 1 - end
+    state[TOKENS] += tokens
+    state[PIECES] += 1
+    if rest > 0 and rule[2] == KEEP_REST:
+        state[FIRST] = end
+        return
+    state[DOCUMENTS] += 1
+    state[SPLIT] += state[FIRST] > 0
+    state[TRUNCATED] += rest > 0
+    state[LOST] += rest
+    state[FIRST] = 0
+    state[AT] += 1
+
+
+@compiled
+def _next_data_set(start, finish, now):
+    """Worst-case fair weighted fair queueing (Bennett and Zhang 1996, WF2Q): of those that are not ahead, who is done first."""
+    chosen, earliest = -1, 0
+    for data_set in range(start.size):
+        if start[data_set] <= now and (chosen < 0 or finish[data_set] < finish[chosen]):
+            chosen = data_set
+        if start[data_set] < start[earliest]:
+            earliest = data_set
+    return chosen if chosen >= 0 else earliest  # by rounding alone all may seem ahead
+
+
+@compiled
+def deal_pieces(documents, lengths, filled, weights, rule, least, room, state, dealt, out):
+    """Deal pieces until ``least`` are dealt and the next one would exceed ``room``.
+
+    Args:
+        documents, lengths: window of each data set, the next documents in its order, int64 of shape [data sets, window].
+        filled: documents in each window, int64 of shape [data sets].
+        weights: shares of the tokens, float64 of shape [data sets].
+        rule: capacity of a bin in tokens, alignment, and what becomes of a longer document.
+        state: int64 of shape [data sets, STATE_COLUMNS], ``AT`` counting from the window's begin; updated.
+        dealt: pieces and their room so far, int64 of shape [2]; updated.
+        out: data set, document, first and end of each piece, int64 of shape [4, most pieces]; filled from ``dealt[0]`` on.
+
+    Returns:
+        DEALT; FULL if ``out`` is; or the data set whose window is used up. In the last two cases, call again.
+    """
+    capacity, alignment, _ = rule
+    data_sets = weights.size
+    tokens = np.zeros(data_sets, np.int64)
+    start = np.zeros(data_sets)
+    finish = np.zeros(data_sets)
+    total = np.int64(0)
+    for data_set in range(data_sets):
+        tokens[data_set] = _seek(lengths[data_set], filled[data_set], rule, state[data_set])
+        if not tokens[data_set]:
+            return data_set
+        taken = state[data_set, TOKENS]
+        start[data_set] = taken / weights[data_set]
+        finish[data_set] = (taken + tokens[data_set]) / weights[data_set]
+        total += taken
+    weight = weights.sum()
+    while dealt[0] < out.shape[1]:
+        chosen = _next_data_set(start, finish, total / weight) if data_sets > 1 else 0
+        piece, of = tokens[chosen], state[chosen]
+        taking = -(-piece // alignment) * alignment
+        if dealt[0] >= least and dealt[1] + taking > room:
+            return DEALT
+        out[0, dealt[0]] = chosen
+        out[1, dealt[0]] = documents[chosen, of[AT]]
+        out[2, dealt[0]] = of[FIRST]
+        out[3, dealt[0]] = of[FIRST] + piece
+        dealt[0] += 1
+        dealt[1] += taking
+        total += piece
+        _take(lengths[chosen], piece, rule, of)
+        if dealt[0] >= least and dealt[1] + alignment > room:
+            return DEALT  # without a look at the next document, which may be in an epoch that nobody needs
+        tokens[chosen] = _seek(lengths[chosen], filled[chosen], rule, of)
+        if not tokens[chosen]:
+            return chosen
+        start[chosen] = of[TOKENS] / weights[chosen]
+        finish[chosen] = (of[TOKENS] + tokens[chosen]) / weights[chosen]
+    return FULL
+
+
+@compiled
+def count_pieces(lengths, rule, totals):
+    """Add documents, labels, pieces and room of one reading of ``lengths`` to ``totals``, int64 of shape [4]."""
+    capacity, alignment, long_documents = rule
+    for document in range(lengths.size):
+        labels = np.int64(lengths[document]) - 1
+        if labels > capacity and long_documents != KEEP_REST:
+            labels = capacity if long_documents == CUT_REST else np.int64(0)
+        if labels <= 0:
+            continue
+        rest = labels % capacity
+        totals[0] += 1
+        totals[1] += labels
+        totals[2] += labels // capacity + (rest > 0)
+        totals[3] += labels - rest + -(-rest // alignment) * alignment
+
+
+@compiled
+def longest_first(sizes):
+    """Order of ``sizes``, int64 of shape [n], from large to small, equal ones as they came: a radix sort."""
+    count = sizes.size
+    order = np.arange(count)
+    other = np.empty(count, np.int64)
+    digits = 1 << _DIGIT_BITS
+    left = sizes.max() if count else 0
+    shift = 0
+    while left > 0:
+        ends = np.zeros(digits + 1, np.int64)
+        for size in sizes:
+            ends[digits - ((size >> shift) & (digits - 1))] += 1
+        for digit in range(1, digits + 1):
+            ends[digit] += ends[digit - 1]
+        for each in range(count):
+            place = digits - 1 - ((sizes[order[each]] >> shift) & (digits - 1))
+            other[ends[place]] = order[each]
+            ends[place] += 1
+        order, other = other, order
+        left >>= _DIGIT_BITS
+        shift += _DIGIT_BITS
+    return order
+
+
+@compiled
+def first_fit(sizes, order, count, capacity, bins, free):
+    """First fit of the pieces below number ``count``, in the order given.
+
+    Args:
+        sizes: room of each piece, int64 of shape [pieces].
+        order: numbers of pieces, int64 of shape [pieces].
+        capacity: of a bin.
+        bins: filled with the bin of each piece, -1 where none has room, int32 of shape [pieces].
+        free: filled with a tournament of the bins' free room, int64 of shape [2 * leaves]: node i has the larger of nodes
+            2i and 2i + 1, and bin b is node ``leaves + b``. The bins' leaves are given as 0, others as -1.
+
+    Returns:
+        Room of the pieces that found none.
+    """
+    leaves = free.size // 2
+    for leaf in range(leaves, free.size):
+        free[leaf] = capacity if free[leaf] >= 0 else -1
+    for node in range(leaves - 1, 0, -1):
+        free[node] = max(free[2 * node], free[2 * node + 1])
+    homeless = np.int64(0)
+    for piece in order:
+        if piece >= count:
+            continue
+        size = sizes[piece]
+        if free[1] < size:
+            bins[piece] = -1
+            homeless += size
+            continue
+        node = 1
+        while node < leaves:
+            node *= 2
+            if free[node] < size:
+                node += 1
+        bins[piece] = node - leaves
+        free[node] -= size
+        while node > 1:
+            node //= 2
+            free[node] = max(free[2 * node], free[2 * node + 1])
+    return homeless
+
+
+@compiled
+def fill_empty(order, bins, num_bins):
+    """Give each empty bin the last piece, in ``order``, of the bin that has most: no bin exceeds its capacity by that.
+
+    There are at least as many pieces as bins; ``bins``, int32 of shape [pieces], is updated.
+    """
+    held = np.zeros(num_bins, np.int64)
+    for each in bins:
+        held[each] += 1
+    for empty in range(num_bins):
+        if held[empty]:
+            continue
+        donor = held.argmax()
+        for each in range(order.size - 1, -1, -1):
+            if bins[order[each]] == donor:
+                bins[order[each]] = empty
+                break
+        held[donor] -= 1
+        held[empty] += 1
+
 
 # --- the placement
+
+_MOST_SWAPS = 2000  # pairs of bins that are looked through before a piece is said to fit nowhere
+
+
+@compiled
+def sort_pieces(tokens, longest):
+    """Numbers of the pieces by falling tokens, equal ones in their own order, int64 [pieces]; counted, in linear time.
+
+    Args:
+        tokens: of each piece, int64 of shape [pieces], at most ``longest``.
+        longest: largest number of tokens.
+    """
+    first = np.zeros(longest + 2, dtype=np.int64)  # place of the first piece of longest - t tokens
+    for piece in range(tokens.size):
+        first[longest - tokens[piece] + 1] += 1
+    for place in range(longest + 1):
+        first[place + 1] += first[place]
+    order = np.empty(tokens.size, dtype=np.int64)
+    for piece in range(tokens.size):
+        place = longest - tokens[piece]
+        order[first[place]] = piece
+        first[place] += 1
+    return order
+
+
+class Slots(NamedTuple):
+    """The bins of a global batch while pieces are placed. Slot ``k * micro_batch_size + j`` is sequence j of micro-batch k.
+
+    Attributes:
+        room: tokens that each bin still takes, int64 [DP, M * micro_batch_size].
+        load: cost of each micro-batch, [DP, M].
+        height: cost that the micro-batches of each lockstep group aim at, [DP / lockstep, M].
+        lack: what each rank is below its share of all cost, [DP].
+        head: last piece put into each bin, int64 [DP, M * micro_batch_size]; -1 in an empty one.
+        below: piece of the same bin that was put there before, int64 [pieces]; -1 where there is none.
+        best: bin of each rank that a piece would go to, int64 [DP]; -1 where it fits none.
+        gain: what the micro-batch of that bin is below its height, [DP].
+        wakes: largest piece for which another bin of the rank would be better, int64 [DP]; it had no room before.
+    """
+
+    room: np.ndarray
+    load: np.ndarray
+    height: np.ndarray
+    lack: np.ndarray
+    head: np.ndarray
+    below: np.ndarray
+    best: np.ndarray
+    gain: np.ndarray
+    wakes: np.ndarray
+
+
+@compiled
+def place_pieces(order, room, cost, targets, pull, empty_cost, capacity, data_size, micro_batch_size, lockstep):
+    """Put the costliest piece first, each into the bin whose micro-batch is furthest below its target.
+
+    Of the bins with room that one is taken for which ``(target - cost so far) + pull * (what its rank lacks)`` is largest;
+    ties go to the lower rank, then the earlier bin. The last pieces fill the bins that are still empty. Where nothing fits,
+    two pieces of two bins change places so that it does.
+
+    Args:
+        order: numbers of the pieces by falling tokens, from ``sort_pieces``.
+        room: tokens that each piece takes, int64 [pieces], at most ``capacity``; there are at least as many as bins.
+        cost: of each piece, [pieces]; falls with the tokens.
+        targets: cost that each micro-batch aims at, [M].
+        pull: weight of what a rank lacks.
+        empty_cost: of a micro-batch without pieces.
+        capacity: tokens of a bin.
+        data_size: data-parallel ranks.
+        micro_batch_size: bins of a micro-batch.
+        lockstep: ranks in a row whose micro-batches wait for one another: they share the height of the costliest.
+
+    Returns:
+        The bin of each piece as ``Grid`` numbers them, int32 [pieces], and how many pieces were placed.
+    """
+    pieces, microbatches = order.size, targets.size
+    slots = _empty_slots(pieces, targets, empty_cost, capacity, data_size, micro_batch_size, lockstep)
+    total = 0.0
+    for place in range(pieces):
+        total += cost[order[place]]
+    slots.lack[:] = total / data_size
+    for rank in range(data_size):
+        _find_best(slots, rank, capacity, lockstep, micro_batch_size)
+    empty, placed = data_size * microbatches * micro_batch_size, 0
+    while placed < pieces and pieces - placed > empty:
+        piece = order[placed]
+        rank = _find_rank(slots, room[piece], pull, lockstep, micro_batch_size)
+        if rank < 0:
+            if not _make_room(slots, room, cost, room[piece], micro_batch_size):
+                break
+            for each in range(data_size):
+                _find_best(slots, each, room[piece], lockstep, micro_batch_size)
+            rank = _find_rank(slots, room[piece], pull, lockstep, micro_batch_size)
+        slot = slots.best[rank]
+        empty -= slots.head[rank, slot] < 0
+        _put(slots, piece, rank, slot, room[piece], cost[piece], lockstep, micro_batch_size)
+        placed += 1
+    if pieces - placed <= empty:
+        placed = _fill_empty(slots, order, placed, room, cost, pull, micro_batch_size)
+    bins = np.full(pieces, -1, dtype=np.int32)
+    for rank in range(data_size):
+        for slot in range(slots.room.shape[1]):
+            k, j = slot // micro_batch_size, slot % micro_batch_size
+            piece = slots.head[rank, slot]
+            while piece >= 0:
+                bins[piece] = (k * data_size + rank) * micro_batch_size + j
+                piece = slots.below[piece]
+    return bins, placed
+
+
+@compiled
+def _empty_slots(pieces, targets, empty_cost, capacity, data_size, micro_batch_size, lockstep):
+    microbatches, groups = targets.size, data_size // lockstep
+    num_slots = microbatches * micro_batch_size
+    height = np.empty((groups, microbatches))
+    for group in range(groups):
+        height[group] = targets
+    return Slots(
+        np.full((data_size, num_slots), capacity),
+        np.full((data_size, microbatches), empty_cost),
+        height,
+        np.zeros(data_size),
+        np.full((data_size, num_slots), -1),
+        np.full(pieces, -1),
+        np.zeros(data_size, dtype=np.int64),
+        np.zeros(data_size),
+        np.zeros(data_size, dtype=np.int64),
+    )
+
+
+@compiled
+def _find_best(slots, rank, needed, lockstep, micro_batch_size):
+    """The bin of a rank with room for ``needed`` tokens whose micro-batch is furthest below its height."""
+    group = rank // lockstep
+    best, best_gain, best_room = -1, -np.inf, 0
+    for slot in range(slots.room.shape[1]):
+        room = slots.room[rank, slot]
+        if room >= needed:
+            k = slot // micro_batch_size
+            gain = slots.height[group, k] - slots.load[rank, k]
+            if gain > best_gain or (gain == best_gain and room > best_room and k == best // micro_batch_size):
+                best, best_gain, best_room = slot, gain, room
+    wakes = 0
+    for slot in range(slots.room.shape[1]):
+        room = slots.room[rank, slot]
+        if wakes < room < needed:
+            k = slot // micro_batch_size
+            if slots.height[group, k] - slots.load[rank, k] > best_gain:
+                wakes = room
+    slots.best[rank], slots.gain[rank], slots.wakes[rank] = best, best_gain, wakes
+
+
+@compiled
+def _find_rank(slots, needed, pull, lockstep, micro_batch_size):
+    """The rank whose best bin is the best of all for ``needed`` tokens; -1 where they fit nowhere."""
+    chosen, chosen_worth = -1, -np.inf
+    for rank in range(slots.lack.size):
+        if slots.wakes[rank] >= needed:
+            _find_best(slots, rank, needed, lockstep, micro_batch_size)
+        worth = slots.gain[rank] + pull * slots.lack[rank]
+        if slots.best[rank] >= 0 and worth > chosen_worth:
+            chosen, chosen_worth = rank, worth
+    return chosen
+
+
+@compiled
+def _put(slots, piece, rank, slot, needed, cost, lockstep, micro_batch_size):
+    """Put a piece into a bin, and look for the next best one of its rank."""
+    k, group = slot // micro_batch_size, rank // lockstep
+    slots.below[piece] = slots.head[rank, slot]
+    slots.head[rank, slot] = piece
+    slots.room[rank, slot] -= needed
+    slots.load[rank, k] += cost
+    slots.lack[rank] -= cost
+    if lockstep > 1 and slots.load[rank, k] > slots.height[group, k]:
+        slots.height[group, k] = slots.load[rank, k]
+        for other in range(group * lockstep, (group + 1) * lockstep):
+            _find_best(slots, other, needed, lockstep, micro_batch_size)
+    else:
+        _find_best(slots, rank, needed, lockstep, micro_batch_size)
+
+
+@compiled
+def _fill_empty(slots, order, placed, room, cost, pull, micro_batch_size):
+    """Give the last pieces to the empty bins, one to each; returns how many are then placed."""
+    num_slots = slots.room.shape[1]
+    for place in range(placed, order.size):
+        chosen_rank, chosen_slot, chosen_worth = -1, -1, -np.inf
+        for rank in range(slots.lack.size):
+            group = rank // (slots.lack.size // slots.height.shape[0])
+            for slot in range(num_slots):
+                if slots.head[rank, slot] < 0:
+                    k = slot // micro_batch_size
+                    worth = slots.height[group, k] - slots.load[rank, k] + pull * slots.lack[rank]
+                    if worth > chosen_worth:
+                        chosen_rank, chosen_slot, chosen_worth = rank, slot, worth
+        piece, k = order[place], chosen_slot // micro_batch_size
+        slots.head[chosen_rank, chosen_slot] = piece
+        slots.room[chosen_rank, chosen_slot] -= room[piece]
+        slots.load[chosen_rank, k] += cost[piece]
+        slots.lack[chosen_rank] -= cost[piece]
+    return order.size
+
+
+@compiled
+def _make_room(slots, room, cost, needed, micro_batch_size):
+    """Swap two pieces of two bins so that one of these takes ``needed`` tokens; False where none can.
+
+    Bins with most room are tried first, and of two of them that swap which moves fewest tokens.
+    """
+    data_size, num_slots = slots.room.shape
+    bins, tried = np.argsort(-slots.room.ravel(), kind="mergesort"), 0
+    for first in range(bins.size):
+        rank, slot = bins[first] // num_slots, bins[first] % num_slots
+        for second in range(bins.size):
+            other_rank, other_slot = bins[second] // num_slots, bins[second] % num_slots
+            lacking, most = needed - slots.room[rank, slot], slots.room[other_rank, other_slot]
+            if lacking > most or tried == _MOST_SWAPS:
+                break
+            if first != second:
+                tried += 1
+                if _swap(slots, room, cost, rank, slot, other_rank, other_slot, micro_batch_size, lacking, most):
+                    return True
+    return False
+
+
+@compiled
+def _swap(slots, room, cost, rank, slot, other_rank, other_slot, micro_batch_size, lacking, most):
+    """Swap a piece of the first bin for one of the other that is at least ``lacking``, at most ``most`` tokens smaller."""
+    least, out, back = most + 1, -1, -1
+    piece = slots.head[rank, slot]
+    while piece >= 0:
+        other = slots.head[other_rank, other_slot]
+        while other >= 0:
+            fewer = room[piece] - room[other]
+            if lacking <= fewer < least:
+                least, out, back = fewer, piece, other
+            other = slots.below[other]
+        piece = slots.below[piece]
+    if out < 0:
+        return False
+    _replace(slots, rank, slot, out, back)
+    slots.below[out], slots.below[back] = slots.below[back], slots.below[out]
+    _replace(slots, other_rank, other_slot, back, out)
+    dearer = cost[out] - cost[back]
+    slots.room[rank, slot] += least
+    slots.room[other_rank, other_slot] -= least
+    slots.load[rank, slot // micro_batch_size] -= dearer
+    slots.load[other_rank, other_slot // micro_batch_size] += dearer
+    slots.lack[rank] += dearer
+    slots.lack[other_rank] -= dearer
+    return True
+
+
+@compiled
+def _replace(slots, rank, slot, piece, other):
+    """Let the bin's list of pieces lead to ``other`` where it led to ``piece``."""
+    above = slots.head[rank, slot]
+    if above == piece:
+        slots.head[rank, slot] = other
+        return
+    while slots.below[above] != piece:
+        above = slots.below[above]
+    slots.below[above] = other

@@ -9,14 +9,13 @@ import argparse
 import contextlib
 import functools
 import json
-import os
 import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from megatron_balance.costs.devices import Device, device_chosen, device_named
 from megatron_balance.errors import BalanceError
-from megatron_balance.files import write_text
+from megatron_balance.files import write_standard_output, write_text
 from megatron_balance.pipeline.layout import parse_layout
 from megatron_balance.planning.flags import (
     ANALYTIC,
@@ -252,7 +251,7 @@ def _show(options: argparse.Namespace, report: Report) -> None:
         return
     text = json.dumps(report.values(), indent=2, allow_nan=False) + "\n"
     if options.json == _STDOUT:
-        _write(text)
+        write_standard_output(text)
         return
     _print_text(options, report)
     write_text(options.json, text, f"the plan {options.json}")
@@ -261,17 +260,7 @@ def _show(options: argparse.Namespace, report: Report) -> None:
 def _print_text(options: argparse.Namespace, report: Report) -> None:
     from megatron_balance.planning.text import render_report
 
-    _write(render_report(report, options.format) + "\n")
-
-
-def _write(text: str) -> None:
-    """Write to standard output, at once: a disk that is full shows while it can still be said."""
-    try:
-        sys.stdout.write(text)
-        sys.stdout.flush()
-    except OSError as error:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python flushes at its end
-        raise BalanceError(f"standard output cannot be written ({error.strerror})") from error
+    write_standard_output(render_report(report, options.format) + "\n")
 
 
 def _draw(path: str, report: Report, judge: Judge) -> None:

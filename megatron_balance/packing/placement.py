@@ -1,0 +1,91 @@
+"""Which bin each piece of a global batch goes to: close to a profile of cost over the step, by the schedule's simulation.
+
+Equal micro-batches are not the fastest: a step waits at both of its ends, and whenever the micro-batches behind a costly one
+are cheaper. So each place in the step has a target cost (``profile.py``), and the costliest piece is put first, each into the
+bin with room whose micro-batch is furthest below its target.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_balance.errors import BalanceError
+from megatron_balance.packing.bins import Load, fill_bins, order_bins
+from megatron_balance.packing.cost import BinCost
+from megatron_balance.packing.grid import Grid
+from megatron_balance.packing.pieces import PieceRule
+from megatron_balance.packing.profile import Profile
+from megatron_balance.packing.step import judge_of, micro_batch_s
+
+PROFILE, FALLBACK = "profile", "fallback"
+
+
+@dataclass(frozen=True, eq=False)
+class Placement:
+    """The bins of a global batch's pieces.
+
+    Attributes:
+        bins: bin of each piece as ``Grid`` numbers them, int32 of shape [pieces].
+        method: how they came about: ``profile``, or ``fallback``: the bins given, put in a good order.
+        step_s: seconds of the step, simulated.
+        ideal_s: seconds of a step in which no rank ever waits.
+    """
+
+    bins: np.ndarray
+    method: str
+    step_s: float
+    ideal_s: float
+
+
+def place(
+    tokens: np.ndarray,
+    bin_cost: BinCost,
+    rule: PieceRule,
+    grid: Grid,
+    profile: Profile,
+    fallback: np.ndarray,
+    anneal_evaluations: int = 0,
+) -> Placement:
+    """The better of two placements by simulation: that of the profile, and the bins given in a good order.
+
+    Deterministic: no clock, no randomness, equal pieces in their own order.
+
+    Args:
+        tokens: of each piece, shape [pieces].
+        bin_cost: seconds of a bin.
+        rule: capacity of the bins and alignment of the pieces.
+        grid: where the bins are run.
+        profile: cost that each micro-batch aims at.
+        fallback: bins that hold all pieces, as numbers below ``grid.num_bins`` in any order, shape [pieces].
+        anneal_evaluations: simulated steps of one rank to improve it with.
+
+    Raises:
+        BalanceError: fewer pieces than bins, or bins that do not hold the pieces given.
+    """
+    load = Load.of(tokens, bin_cost, rule)
+    _check(load, grid, fallback)
+    targets = profile.targets(grid.topology)
+    ordered = order_bins(load, grid, targets, fallback)
+    placements = [_judged(ordered, FALLBACK, load, grid)]
+    filled = fill_bins(load, grid, targets, profile.alpha)
+    if filled is not None:
+        placements.insert(0, _judged(filled, PROFILE, load, grid))
+    return min(placements, key=lambda placement: placement.step_s)
+
+
+def _judged(bins: np.ndarray, method: str, load: Load, grid: Grid) -> Placement:
+    judge, seconds = judge_of(grid), micro_batch_s(bins, load.piece_s, load.empty_s, grid)
+    return Placement(bins, method, judge.step_s(seconds), judge.ideal_s(seconds))
+
+
+def _check(load: Load, grid: Grid, bins: np.ndarray) -> None:
+    pieces, num_bins = load.room.size, grid.num_bins
+    if pieces < num_bins:
+        raise BalanceError(f"{pieces} pieces of documents cannot fill {num_bins} bins: lower --global-batch-size")
+    if bins.shape != load.room.shape or bins.min() < 0 or bins.max() >= num_bins:
+        raise BalanceError(f"the bins given are not numbers of {num_bins} bins for {pieces} pieces")
+    fullest = int(np.bincount(bins, load.room, num_bins).max())
+    if fullest > load.seq_length:
+        raise BalanceError(f"a bin given holds {fullest} tokens, {load.seq_length} fit")

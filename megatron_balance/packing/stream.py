@@ -1,0 +1,374 @@
+"""The endless stream of pieces that a blend gives, and the cursor into it: they depend on data, seed and rule alone."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import astuple, dataclass, fields
+from typing import Any
+
+import numpy as np
+
+from megatron_balance import reading
+from megatron_balance.errors import BalanceError
+from megatron_balance.packing import kernels
+from megatron_balance.packing.documents import Blend, Documents
+from megatron_balance.packing.pieces import DROP, LONG_DOCUMENTS, SPLIT, TRUNCATE, PieceRule, Pieces
+
+Orders = Callable[[int, int], np.ndarray]  # (data set, epoch) -> its documents in the epoch's order, [documents]
+_FORMAT, _FORMAT_VERSION = "megatron-balance packing cursor", 1
+_WINDOWS = 1 << 20  # documents looked up at a time, in all data sets together
+_WINDOW = (1 << 8, 1 << 16)  # least and most of one data set
+_KEPT_EPOCHS = 2  # orders held of each data set: a batch may straddle two
+_SCAN = 1 << 20  # documents counted at a time
+_LONG = {SPLIT: kernels.KEEP_REST, TRUNCATE: kernels.CUT_REST, DROP: kernels.DROP_LONG}
+_MOST_DATA_SETS = np.iinfo(np.int16).max
+_MOST_SEED = 2**53  # JSON readers keep whole numbers below
+
+
+@dataclass(frozen=True)
+class Counts:
+    """What became of the documents of a data set, all epochs together. Each document counts once an epoch.
+
+    Attributes:
+        tokens: inputs of the pieces dealt, which are as many as labels.
+        pieces: dealt.
+        documents: dealt to their end.
+        split, truncated: of these, in more than one piece; to the first piece only.
+        dropped: longer than a bin, and left out for that.
+        skipped: without a label.
+        lost: labels of truncated and dropped documents that were not dealt.
+    """
+
+    tokens: int = 0
+    pieces: int = 0
+    documents: int = 0
+    split: int = 0
+    truncated: int = 0
+    dropped: int = 0
+    skipped: int = 0
+    lost: int = 0
+
+    def __add__(self, other: Counts) -> Counts:
+        return Counts(*(mine + its for mine, its in zip(astuple(self), astuple(other), strict=True)))
+
+    def __sub__(self, other: Counts) -> Counts:
+        return Counts(*(mine - its for mine, its in zip(astuple(self), astuple(other), strict=True)))
+
+
+@dataclass(frozen=True)
+class Place:
+    """How far one data set has been read.
+
+    Attributes:
+        epoch: being read, from 0: as many have been finished.
+        position: in the epoch's order, of the document that comes next.
+        first: first token of its next piece; 0 but within a document that is split.
+        counts: what has been dealt so far.
+    """
+
+    epoch: int = 0
+    position: int = 0
+    first: int = 0
+    counts: Counts = Counts()
+
+
+@dataclass(frozen=True)
+class Identity:
+    """What the order of pieces depends on.
+
+    Attributes:
+        data: hexadecimal digest of the blend: contents and weights in their order, whatever the files are called.
+        seed: of the shuffles.
+        rule: how documents become pieces.
+    """
+
+    data: str
+    seed: int
+    rule: PieceRule
+
+    @classmethod
+    def of(cls, blend: Blend, rule: PieceRule, seed: int) -> Identity:
+        shares = zip(blend.data_sets, blend.weights, strict=True)
+        blended = json.dumps([(documents.content, float(weight).hex()) for documents, weight in shares])
+        return cls(hashlib.sha256(blended.encode()).hexdigest(), seed, rule)
+
+    def __str__(self) -> str:
+        return (
+            f"data {self.data[:12]}, seed {self.seed}, bins of {self.rule.seq_length} tokens, alignment"
+            f" {self.rule.alignment}, long documents {self.rule.long_documents}"
+        )
+
+
+@dataclass(frozen=True)
+class Cursor:
+    """A point in the stream: all before it has been dealt, nothing after it.
+
+    Attributes:
+        identity: of the stream that it belongs to.
+        places: how far each data set of the blend has been read.
+    """
+
+    identity: Identity
+    places: tuple[Place, ...]
+
+    @property
+    def counts(self) -> Counts:
+        """What has been dealt so far, of all data sets."""
+        return sum((place.counts for place in self.places), Counts())
+
+    @property
+    def epochs(self) -> int:
+        """Epochs that every data set has finished."""
+        return min(place.epoch for place in self.places)
+
+    def to_json(self) -> dict[str, Any]:
+        rule = self.identity.rule
+        return {
+            "format": _FORMAT,
+            "format_version": _FORMAT_VERSION,
+            "data": self.identity.data,
+            "seed": self.identity.seed,
+            "seq_length": rule.seq_length,
+            "alignment": rule.alignment,
+            "long_documents": rule.long_documents,
+            "places": [
+                {"epoch": place.epoch, "position": place.position, "first": place.first, **vars(place.counts)}
+                for place in self.places
+            ],
+        }
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> Cursor:
+        """The cursor that ``to_json`` gave.
+
+        Raises:
+            DamageError: what is wrong with ``values``.
+        """
+        reading.check_format(values, _FORMAT, _FORMAT_VERSION, "a cursor of packed documents")
+        values = {key: value for key, value in values.items() if key not in ("format", "format_version")}
+        reading.check_keys(values, _READERS)
+        read = {key: reader(values[key], key) for key, reader in _READERS.items()}
+        try:
+            rule = PieceRule(read["seq_length"], read["alignment"], read["long_documents"])
+        except BalanceError as error:
+            raise reading.DamageError(f"is damaged: {error}") from error
+        return cls(Identity(read["data"], read["seed"], rule), read["places"])
+
+
+def _places(value: Any, key: str) -> tuple[Place, ...]:
+    reading.checked(value, key, isinstance(value, list) and bool(value), "a list of places")
+    readers = dict.fromkeys(("epoch", "position", "first", *(field.name for field in fields(Counts))), reading.count)
+    read = [reading.mapping(each, f"{key}[{number}]", readers) for number, each in enumerate(value)]
+    return tuple(Place(each.pop("epoch"), each.pop("position"), each.pop("first"), Counts(**each)) for each in read)
+
+
+def _policy(value: Any, key: str) -> str:
+    return reading.checked(value, key, value in LONG_DOCUMENTS, f"one of {', '.join(LONG_DOCUMENTS)}")
+
+
+_READERS: dict[str, reading.Reader] = {
+    "data": reading.text,
+    "seed": reading.count,
+    "seq_length": reading.count,
+    "alignment": reading.count,
+    "long_documents": _policy,
+    "places": _places,
+}
+
+
+class _Window:
+    """The next documents of each data set, looked up some thousands at a time; the data may be larger than memory."""
+
+    def __init__(self, data_sets: tuple[Documents, ...], orders: Orders) -> None:
+        self._orders = orders
+        self._lengths = [np.asarray(documents.lengths) for documents in data_sets]
+        least, most = _WINDOW
+        size = min(max(_WINDOWS // len(data_sets), least), most, max(lengths.size for lengths in self._lengths))
+        self.documents = np.zeros((len(data_sets), size), np.int64)
+        self.lengths = np.zeros((len(data_sets), size), np.int64)
+        self.filled = np.zeros(len(data_sets), np.int64)
+        self._begin = [(0, 0)] * len(data_sets)
+        self._kept: list[dict[int, np.ndarray]] = [{} for _ in data_sets]
+
+    def find(self, data_set: int, epoch: int, position: int) -> int:
+        """Where in the window of ``data_set`` a document is; at its end if the window must first be moved there."""
+        begin_epoch, begin = self._begin[data_set]
+        offset = position - begin
+        if epoch == begin_epoch and 0 <= offset < self.filled[data_set]:
+            return offset
+        self.filled[data_set] = 0
+        self._begin[data_set] = (epoch, position)
+        return 0
+
+    def place(self, data_set: int, offset: int) -> tuple[int, int]:
+        """Epoch and position of a document in the window, or of the first after it."""
+        epoch, begin = self._begin[data_set]
+        ended, position = divmod(begin + offset, self._lengths[data_set].size)
+        return epoch + ended, position
+
+    def move(self, data_set: int, offset: int) -> None:
+        """Begin the window of ``data_set`` at ``offset`` of what it is now."""
+        epoch, position = self.place(data_set, offset)
+        chunk = self._order(data_set, epoch)[position : position + self.documents.shape[1]]
+        self._begin[data_set] = (epoch, position)
+        self.filled[data_set] = chunk.size
+        self.documents[data_set, : chunk.size] = chunk
+        self.lengths[data_set, : chunk.size] = self._lengths[data_set][chunk]
+
+    def _order(self, data_set: int, epoch: int) -> np.ndarray:
+        kept = self._kept[data_set]
+        if epoch not in kept:
+            if len(kept) == _KEPT_EPOCHS:
+                del kept[min(kept)]
+            kept[epoch] = np.asarray(self._orders(data_set, epoch))
+        return kept[epoch]
+
+
+class Stream:
+    """The endless sequence of pieces of a blend: every data set epoch after epoch, each epoch in an order of its own.
+
+    Which data set gives the next piece is decided by fair queueing in tokens: at no time has one given more or less than its
+    share by more than one piece. How many pieces make a batch plays no part.
+
+    Args:
+        blend: the data sets; their lengths may be memory-mapped.
+        rule: how documents become pieces.
+        seed: of the shuffles; part of the identity here, used by ``orders``.
+        orders: the documents of a data set in the order of an epoch, for (data set, epoch); asked when an epoch is reached.
+
+    Raises:
+        BalanceError: weights that are none, or a data set without a single piece.
+    """
+
+    def __init__(self, blend: Blend, rule: PieceRule, seed: int, orders: Orders) -> None:
+        _check_blend(blend, seed)
+        self.blend, self.rule = blend, rule
+        self.identity = Identity.of(blend, rule, seed)
+        self._rule = (np.int64(rule.seq_length), np.int64(rule.alignment), np.int64(_LONG[rule.long_documents]))
+        for documents in blend.data_sets:
+            self._check_data(documents)
+        self._weights = np.array(blend.weights, np.float64)
+        self._window = _Window(blend.data_sets, orders)
+        self._out = np.empty((4, 1024), np.int64)
+
+    @property
+    def start(self) -> Cursor:
+        return Cursor(self.identity, (Place(),) * len(self.blend.data_sets))
+
+    def pieces(self, cursor: Cursor, least: int, room: int = 0) -> Pieces:
+        """The pieces from ``cursor`` on: ``least`` of them, and more while all together take at most ``room`` tokens.
+
+        Raises:
+            BalanceError: the cursor belongs to another stream, or is damaged.
+        """
+        count, _ = self._deal(cursor, least, room)
+        data_set, document, first, end = self._out[:, :count]
+        return Pieces(data_set.astype(np.int16), document.copy(), first.copy(), end.copy())
+
+    def after(self, cursor: Cursor, count: int) -> Cursor:
+        """The cursor ``count`` pieces further on.
+
+        Raises:
+            BalanceError: the cursor belongs to another stream, or is damaged.
+        """
+        if not count:
+            self.check(cursor)
+            return cursor
+        _, state = self._deal(cursor, count, 0)
+        places = (self._window.place(data_set, row[kernels.AT]) for data_set, row in enumerate(state))
+        return Cursor(
+            self.identity, tuple(Place(*at, row[kernels.FIRST], Counts(*row[2:])) for at, row in zip(places, state))
+        )
+
+    def check(self, cursor: Cursor) -> None:
+        """Refuse a cursor of another stream, or one that this stream cannot have given.
+
+        Raises:
+            BalanceError: says why.
+        """
+        if cursor.identity != self.identity:
+            raise BalanceError(
+                f"the stored place in the data belongs to {cursor.identity}, and this run has {self.identity}: run with the"
+                " former, or start without the stored place"
+            )
+        data_sets = self.blend.data_sets
+        known = len(cursor.places) == len(data_sets)
+        for place, documents in zip(cursor.places, data_sets, strict=False):
+            passed = place.epoch * documents.lengths.size + place.position
+            done = place.counts.documents + place.counts.dropped + place.counts.skipped
+            known &= place.position < documents.lengths.size and passed == done
+            known &= place.first % self.rule.seq_length == 0 and (not place.first or self.rule.long_documents == SPLIT)
+        if not known:
+            raise BalanceError("the stored place in the data is damaged, its counts disagree: start without it")
+
+    def epoch(self, enough_pieces: int, enough_room: int) -> tuple[int, int, int, int]:
+        """Documents with labels, labels, pieces and their room in one epoch of all data sets.
+
+        Counts no further than ``enough_pieces`` and ``enough_room``: data of any size are measured in milliseconds.
+        """
+        totals = np.zeros(4, np.int64)
+        for chunk in (chunk for documents in self.blend.data_sets for chunk in _chunks(documents)):
+            kernels.count_pieces(chunk, self._rule, totals)
+            if totals[2] >= enough_pieces and totals[3] >= enough_room:
+                break
+        return tuple(totals.tolist())
+
+    def _deal(self, cursor: Cursor, least: int, room: int) -> tuple[int, list[list[int]]]:
+        """Number of pieces, left in ``_out``, and the state after them."""
+        self.check(cursor)
+        window = self._window
+        rows = [
+            [window.find(data_set, place.epoch, place.position), place.first, *astuple(place.counts)]
+            for data_set, place in enumerate(cursor.places)
+        ]
+        state, dealt = np.array(rows, np.int64), np.zeros(2, np.int64)
+        for row, offset in enumerate(state[:, kernels.AT]):
+            if offset >= window.filled[row]:
+                self._move(row, state)
+            if state[row, kernels.FIRST] >= max(1, window.lengths[row, state[row, kernels.AT]] - 1):
+                raise BalanceError(
+                    "the stored place in the data is damaged, it is beyond a document's end: start without it"
+                )
+        while True:
+            stopped = kernels.deal_pieces(
+                window.documents, window.lengths, window.filled, self._weights, self._rule, least, room, state, dealt, self._out
+            )  # fmt: skip
+            if stopped == kernels.DEALT:
+                return int(dealt[0]), state.tolist()
+            if stopped == kernels.FULL:
+                self._out = np.concatenate([self._out, np.empty_like(self._out)], axis=1)
+            else:
+                self._move(stopped, state)
+
+    def _move(self, data_set: int, state: np.ndarray) -> None:
+        self._window.move(data_set, state[data_set, kernels.AT])
+        state[data_set, kernels.AT] = 0
+
+    def _check_data(self, documents: Documents) -> None:
+        totals = np.zeros(4, np.int64)
+        for chunk in _chunks(documents):
+            kernels.count_pieces(chunk, self._rule, totals)
+            if totals[2]:
+                return
+        dropped = f", or has more than {self.rule.seq_length + 1}" if self.rule.long_documents == DROP else ""
+        raise BalanceError(
+            f"{documents.name}: nothing to learn from, each of its {documents.lengths.size} documents has fewer than two"
+            f" tokens{dropped}: leave it out"
+        )
+
+
+def _chunks(documents: Documents) -> Iterator[np.ndarray]:
+    for begin in range(0, documents.lengths.size, _SCAN):
+        yield np.array(documents.lengths[begin : begin + _SCAN], np.int32)
+
+
+def _check_blend(blend: Blend, seed: int) -> None:
+    weights, count = blend.weights, len(blend.data_sets)
+    if not 0 < count <= _MOST_DATA_SETS or len(weights) != count:
+        raise BalanceError(f"a blend of {count} data sets with {len(weights)} weights: give each data set one weight")
+    if not all(0 < weight < float("inf") for weight in weights):
+        raise BalanceError(f"weights of a blend must be above 0, not {min(weights)}: leave out what is not to be read")
+    if not 0 <= seed < _MOST_SEED:
+        raise BalanceError(f"seed {seed}: choose one from 0 to {_MOST_SEED - 1}")
