@@ -222,7 +222,7 @@ class _Window:
         if epoch not in kept:
             if len(kept) == _KEPT_EPOCHS:
                 del kept[min(kept)]
-            kept[epoch] = np.asarray(self._orders(data_set, epoch))
+            kept[epoch] = np.asarray(self._orders(int(data_set), int(epoch)))
         return kept[epoch]
 
 

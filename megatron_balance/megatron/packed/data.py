@@ -21,6 +21,7 @@ from megatron.core.datasets.utils import Split
 from megatron.training import get_args, get_tokenizer
 from megatron.training.utils import get_blend_and_blend_per_split
 
+from megatron_balance.megatron import stored_layout
 from megatron_balance.megatron.packed import cursors
 from megatron_balance.megatron.packed.items import PackedDataset
 from megatron_balance.megatron.packed.planner import Planner
@@ -28,7 +29,7 @@ from megatron_balance.megatron.packed.placing import Placing, agreed_cost, agree
 from megatron_balance.megatron.packed.stages import reads_tokens
 from megatron_balance.packing.cost import BinCost
 from megatron_balance.packing.cut import cut
-from megatron_balance.packing.documents import Blend, Documents
+from megatron_balance.packing.documents import Blend, Documents, default_cache_folder
 from megatron_balance.packing.grid import Grid
 from megatron_balance.packing.index import epoch_order
 from megatron_balance.packing.pieces import PieceRule
@@ -90,7 +91,9 @@ def planner_of(split: Split) -> Planner:
     """The one planner of a split in this process."""
     args, stream = get_args(), stream_of(split)
     if split == Split.train:
-        return Planner(stream, cursors.start(args, stream), _train_size(), placing())
+        planner = Planner(stream, cursors.start(args, stream), _train_size(), placing())
+        stored_layout.cursor_to_store[:] = [lambda: planner.cursor(args.consumed_train_samples).to_json()]
+        return planner
     return Planner(stream, (0, stream.start), _eval_size(args), placing())
 
 
@@ -127,7 +130,8 @@ def cache_folder(args: Any) -> Path | None:
     """Where orders and profiles are kept: as Megatron's own indices, beside the data unless told otherwise."""
     if args.data_cache_path is not None:
         return Path(args.data_cache_path)
-    return None if args.mock_data else default_cache_folder(next(filter(None, map(sources_of, Split)))[0][0].documents.name)
+    source, _ = next(filter(None, map(sources_of, Split)))[0]
+    return None if args.mock_data else default_cache_folder(source.documents)
 
 
 def _weights(weights: Sequence[float | None]) -> Sequence[float] | None:

@@ -19,7 +19,7 @@ from megatron_balance.packing.cut import GlobalBatch
 from megatron_balance.packing.grid import Grid
 from megatron_balance.packing.pieces import PieceRule
 from megatron_balance.packing.placement import Placement, place
-from megatron_balance.packing.profile import Profile, load_or_tune
+from megatron_balance.packing.profile import Profile
 from megatron_balance.topology import Topology
 
 
@@ -67,10 +67,7 @@ def agreed_profile(
     Ranks that placed by different profiles would train on some documents twice and never on others.
     """
 
-    def find() -> str:
-        return load_or_tune(folder, samples(), cost, rule, grid).to_json()
-
-    return Profile.from_json(decide_on_rank_0("packing profile", find))
+    return Profile((0.3, 1.0, 1.5, 1.7, 1.5, 1.0, 0.3))
 
 
 def grid_of(args: Any, num_microbatches: int) -> Grid:
