@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from launch import TINY, Run, launch, trained
-from packed_data import write_documents
+from written_documents import write_documents
 
 pytestmark = pytest.mark.training
 

@@ -10,9 +10,10 @@ import numpy as np
 from megatron_balance.errors import BalanceError
 from megatron_balance.packing import kernels
 from megatron_balance.packing.pieces import PieceRule, Pieces
-from megatron_balance.packing.stream import Counts, Cursor, Stream
+from megatron_balance.packing.stream import Counts, Cursor, Epoch, Stream
 
 FILL = 0.985  # the rest leaves the placement some freedom
+MANY_BINS = 256  # from here on no run exceeds that fill
 _TRIES = 12  # of a shorter run, where the pieces do not fit
 
 
@@ -59,25 +60,37 @@ def batches(stream: Stream, cursor: Cursor, sizes: Iterable[int]) -> Iterator[Gl
 def cut(stream: Stream, cursor: Cursor, num_bins: int) -> GlobalBatch:
     """The next global batch: the longest run from ``cursor`` on that first-fit-decreasing packs into the bins at 98.5 %.
 
+    With fewer than 256 bins a single piece matters: the run then comes as near to 98.5 % as it can, from below or above.
     ``num_bins`` pieces always fit, one in each bin, and fewer would leave a bin empty: there are never fewer, whatever the
     fill.
 
     Raises:
         BalanceError: an epoch of all data sets does not fill the batch; or the cursor is not of this stream.
     """
+    if num_bins < 1:
+        raise BalanceError(f"a global batch of {num_bins} sequences holds nothing: it takes at least one")
     capacity = stream.rule.seq_length
-    _check_size(stream, num_bins)
-    pieces = stream.pieces(cursor, num_bins, ceiling(num_bins, capacity))
+    whole = num_bins * capacity
+    epoch = stream.epoch(num_bins, whole)
+    if epoch.pieces < num_bins or 2 * epoch.room < whole:  # else two epochs fill the batch
+        raise _too_few(epoch, num_bins, capacity)
+    pieces = stream.pieces(cursor, num_bins, whole)
     sizes = stream.rule.room(pieces.tokens)
-    count, bins = _fit(sizes, num_bins, capacity)
-    stop = stream.after(cursor, count)
+    count, bins = _fit(sizes[: _aim(sizes, num_bins, capacity)], num_bins, capacity)
+    if epoch.room < whole and epoch.pieces < count:
+        raise _too_few(epoch, num_bins, capacity)
     run = Pieces(pieces.data_set[:count], pieces.document[:count], pieces.first[:count], pieces.end[:count])
-    return GlobalBatch(run, bins, num_bins, cursor, stop)
+    return GlobalBatch(run, bins, num_bins, cursor, stream.after(cursor, count))
 
 
-def ceiling(num_bins: int, capacity: int) -> int:
-    """Tokens that a run of more than ``num_bins`` pieces takes at most."""
-    return int(FILL * num_bins * capacity)
+def _aim(sizes: np.ndarray, num_bins: int, capacity: int) -> int:
+    """Pieces that the batch would have if all packed well."""
+    target = int(FILL * num_bins * capacity)
+    taken = np.cumsum(sizes)
+    count = int(np.searchsorted(taken, target, side="right"))
+    if num_bins < MANY_BINS and 0 < count < sizes.size and taken[count] - target < target - taken[count - 1]:
+        count += 1
+    return max(count, num_bins)
 
 
 def _fit(sizes: np.ndarray, num_bins: int, capacity: int) -> tuple[int, np.ndarray]:
@@ -86,27 +99,28 @@ def _fit(sizes: np.ndarray, num_bins: int, capacity: int) -> tuple[int, np.ndarr
     leaves = 1 << (num_bins - 1).bit_length()
     free = np.full(2 * leaves, -1, np.int64)
     free[leaves : leaves + num_bins] = 0
-    bins = np.empty(sizes.size, np.int32)
     taken = np.cumsum(sizes)
     fits, fails, tried = num_bins, sizes.size + 1, sizes.size
+    bins = np.arange(num_bins, dtype=np.int32)
     for _ in range(_TRIES):
-        if tried <= fits:
-            break
-        homeless = kernels.first_fit(sizes, order, tried, capacity, bins, free)
-        if not homeless:
-            fits = tried
-        else:
+        packed = np.empty(tried, np.int32)
+        homeless = kernels.first_fit(sizes, order, capacity, packed, free)
+        if homeless:
             fails = tried
-        if fails - fits <= 1:
+            shorter = int(np.searchsorted(taken, taken[tried - 1] - homeless, side="right"))
+            tried = max(shorter, fits)
+        else:
+            fits, bins = tried, packed
+            tried = (fits + fails) // 2
+        if fails - fits <= 1 or tried == fits:
             break
-        shorter = int(np.searchsorted(taken, taken[tried - 1] - homeless, side="right"))
-        tried = max(shorter, fits + 1) if homeless else (fits + fails) // 2
-    kernels.first_fit(sizes, order, fits, capacity, bins, free)
-    bins = bins[:fits]
-    kernels.fill_empty(order[order < fits], bins, num_bins)
+    kernels.fill_empty(order, bins, num_bins)
     return fits, bins
 
 
-def _check_size(stream: Stream, num_bins: int) -> None:
-    if num_bins < 1:
-        raise BalanceError(f"a global batch of {num_bins} sequences holds nothing: it takes at least one")
+def _too_few(epoch: Epoch, num_bins: int, capacity: int) -> BalanceError:
+    return BalanceError(
+        f"all data hold {epoch.documents} documents with {epoch.labels} tokens to learn from, in {epoch.pieces} pieces, and one"
+        f" global batch of {num_bins} sequences of {capacity} tokens takes up to {num_bins * capacity}: lower the global batch"
+        " size or add documents"
+    )

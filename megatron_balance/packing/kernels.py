@@ -115,7 +115,7 @@ def deal_pieces(documents, lengths, filled, weights, rule, least, room, state, d
     Returns:
         DEALT; FULL if ``out`` is; or the data set whose window is used up. In the last two cases, call again.
     """
-    capacity, alignment, _ = rule
+    alignment = rule[1]
     data_sets = weights.size
     tokens = np.zeros(data_sets, np.int64)
     start = np.zeros(data_sets)
@@ -197,14 +197,14 @@ def longest_first(sizes):
 
 
 @compiled
-def first_fit(sizes, order, count, capacity, bins, free):
-    """First fit of the pieces below number ``count``, in the order given.
+def first_fit(sizes, order, capacity, bins, free):
+    """First fit, in the order given, of the first of all pieces: as many as ``bins`` has.
 
     Args:
         sizes: room of each piece, int64 of shape [pieces].
         order: numbers of pieces, int64 of shape [pieces].
         capacity: of a bin.
-        bins: filled with the bin of each piece, -1 where none has room, int32 of shape [pieces].
+        bins: filled with the bin of each of the first pieces, -1 where none has room, int32.
         free: filled with a tournament of the bins' free room, int64 of shape [2 * leaves]: node i has the larger of nodes
             2i and 2i + 1, and bin b is node ``leaves + b``. The bins' leaves are given as 0, others as -1.
 
@@ -218,7 +218,7 @@ def first_fit(sizes, order, count, capacity, bins, free):
         free[node] = max(free[2 * node], free[2 * node + 1])
     homeless = np.int64(0)
     for piece in order:
-        if piece >= count:
+        if piece >= bins.size:
             continue
         size = sizes[piece]
         if free[1] < size:
@@ -242,7 +242,7 @@ def first_fit(sizes, order, count, capacity, bins, free):
 def fill_empty(order, bins, num_bins):
     """Give each empty bin the last piece, in ``order``, of the bin that has most: no bin exceeds its capacity by that.
 
-    There are at least as many pieces as bins; ``bins``, int32 of shape [pieces], is updated.
+    ``bins``, int32, is of the first pieces, at least ``num_bins`` of them, and updated.
     """
     held = np.zeros(num_bins, np.int64)
     for each in bins:
@@ -252,8 +252,9 @@ def fill_empty(order, bins, num_bins):
             continue
         donor = held.argmax()
         for each in range(order.size - 1, -1, -1):
-            if bins[order[each]] == donor:
-                bins[order[each]] = empty
+            piece = order[each]
+            if piece < bins.size and bins[piece] == donor:
+                bins[piece] = empty
                 break
         held[donor] -= 1
         held[empty] += 1

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import operator
 from collections.abc import Callable, Iterator
-from dataclasses import astuple, dataclass, fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -51,10 +52,13 @@ class Counts:
     lost: int = 0
 
     def __add__(self, other: Counts) -> Counts:
-        return Counts(*(mine + its for mine, its in zip(astuple(self), astuple(other), strict=True)))
+        return Counts(*map(operator.add, self.values(), other.values()))
 
     def __sub__(self, other: Counts) -> Counts:
-        return Counts(*(mine - its for mine, its in zip(astuple(self), astuple(other), strict=True)))
+        return Counts(*map(operator.sub, self.values(), other.values()))
+
+    def values(self) -> tuple[int, ...]:
+        return tuple(vars(self).values())
 
 
 @dataclass(frozen=True)
@@ -178,6 +182,23 @@ _READERS: dict[str, reading.Reader] = {
 }
 
 
+@dataclass(frozen=True)
+class Epoch:
+    """What data give when each is read once.
+
+    Attributes:
+        documents: that give a piece.
+        labels: of their pieces.
+        pieces: of documents.
+        room: tokens that the pieces take in bins.
+    """
+
+    documents: int
+    labels: int
+    pieces: int
+    room: int
+
+
 class _Window:
     """The next documents of each data set, looked up some thousands at a time; the data may be larger than memory."""
 
@@ -210,7 +231,7 @@ class _Window:
 
     def move(self, data_set: int, offset: int) -> None:
         """Begin the window of ``data_set`` at ``offset`` of what it is now."""
-        epoch, position = self.place(data_set, offset)
+        epoch, position = self.place(data_set, int(offset))
         chunk = self._order(data_set, epoch)[position : position + self.documents.shape[1]]
         self._begin[data_set] = (epoch, position)
         self.filled[data_set] = chunk.size
@@ -219,11 +240,18 @@ class _Window:
 
     def _order(self, data_set: int, epoch: int) -> np.ndarray:
         kept = self._kept[data_set]
-        if epoch not in kept:
+        order = kept.pop(epoch, None)
+        if order is None:
+            order = np.asarray(self._orders(int(data_set), epoch))
+            documents = self._lengths[data_set].size
+            if order.size != documents:
+                raise BalanceError(
+                    f"an order of {order.size} documents for a data set of {documents}: build its index anew"
+                )
             if len(kept) == _KEPT_EPOCHS:
-                del kept[min(kept)]
-            kept[epoch] = np.asarray(self._orders(int(data_set), int(epoch)))
-        return kept[epoch]
+                del kept[next(iter(kept))]  # the one unused for longest
+        kept[epoch] = order
+        return order
 
 
 class Stream:
@@ -252,6 +280,8 @@ class Stream:
         self._weights = np.array(blend.weights, np.float64)
         self._window = _Window(blend.data_sets, orders)
         self._out = np.empty((4, 1024), np.int64)
+        self._uncounted = (chunk for documents in blend.data_sets for chunk in _chunks(documents))
+        self._counted = np.zeros(4, np.int64)
 
     @property
     def start(self) -> Cursor:
@@ -277,10 +307,9 @@ class Stream:
             self.check(cursor)
             return cursor
         _, state = self._deal(cursor, count, 0)
-        places = (self._window.place(data_set, row[kernels.AT]) for data_set, row in enumerate(state))
-        return Cursor(
-            self.identity, tuple(Place(*at, row[kernels.FIRST], Counts(*row[2:])) for at, row in zip(places, state))
-        )
+        at = (self._window.place(data_set, row[kernels.AT]) for data_set, row in enumerate(state))
+        rows = zip(at, state, strict=True)
+        return Cursor(self.identity, tuple(Place(*at, row[kernels.FIRST], Counts(*row[2:])) for at, row in rows))
 
     def check(self, cursor: Cursor) -> None:
         """Refuse a cursor of another stream, or one that this stream cannot have given.
@@ -303,24 +332,24 @@ class Stream:
         if not known:
             raise BalanceError("the stored place in the data is damaged, its counts disagree: start without it")
 
-    def epoch(self, enough_pieces: int, enough_room: int) -> tuple[int, int, int, int]:
-        """Documents with labels, labels, pieces and their room in one epoch of all data sets.
+    def epoch(self, enough_pieces: int, enough_room: int) -> Epoch:
+        """What one epoch of all data sets gives, counted until it has ``enough_pieces`` that take ``enough_room`` tokens.
 
-        Counts no further than ``enough_pieces`` and ``enough_room``: data of any size are measured in milliseconds.
+        Data of any size are thus measured in milliseconds.
         """
-        totals = np.zeros(4, np.int64)
-        for chunk in (chunk for documents in self.blend.data_sets for chunk in _chunks(documents)):
-            kernels.count_pieces(chunk, self._rule, totals)
-            if totals[2] >= enough_pieces and totals[3] >= enough_room:
+        while not (self._counted[2] >= enough_pieces and self._counted[3] >= enough_room):
+            chunk = next(self._uncounted, None)
+            if chunk is None:
                 break
-        return tuple(totals.tolist())
+            kernels.count_pieces(chunk, self._rule, self._counted)
+        return Epoch(*self._counted.tolist())
 
     def _deal(self, cursor: Cursor, least: int, room: int) -> tuple[int, list[list[int]]]:
         """Number of pieces, left in ``_out``, and the state after them."""
         self.check(cursor)
         window = self._window
         rows = [
-            [window.find(data_set, place.epoch, place.position), place.first, *astuple(place.counts)]
+            [window.find(data_set, place.epoch, place.position), place.first, *place.counts.values()]
             for data_set, place in enumerate(cursor.places)
         ]
         state, dealt = np.array(rows, np.int64), np.zeros(2, np.int64)
@@ -343,7 +372,7 @@ class Stream:
                 self._move(stopped, state)
 
     def _move(self, data_set: int, state: np.ndarray) -> None:
-        self._window.move(data_set, state[data_set, kernels.AT])
+        self._window.move(data_set, int(state[data_set, kernels.AT]))
         state[data_set, kernels.AT] = 0
 
     def _check_data(self, documents: Documents) -> None:
