@@ -56,7 +56,7 @@ class Documents:
         Raises:
             BalanceError: there are none, or a length is negative, fractional or above 2^31 - 1.
         """
-        lengths = np.asarray(lengths)
+        lengths = np.ascontiguousarray(lengths)
         if lengths.size == 0:
             raise BalanceError(f"{name} holds no documents: pass a data set with at least one")
         if lengths.dtype != np.int32:
@@ -245,7 +245,7 @@ def default_cache_folder(documents: Documents) -> Path:
 def _check_header(index: Path, header: bytes) -> tuple[int, int, int]:
     """Bytes of a token, sequences, documents (with the end after the last)."""
     if len(header) < _HEADER.size or not header.startswith(_MAGIC):
-        if header and _MAGIC.startswith(header[: len(_MAGIC)]):
+        if _MAGIC.startswith(header[: len(_MAGIC)]):
             lacking = _HEADER.size - len(header)
             raise BalanceError(f"{index} is cut short: {lacking} bytes of its header are missing: {_REBUILD}")
         raise BalanceError(

@@ -31,13 +31,17 @@ MEDIAN_TOKENS, SPREAD = 1024, 1.4  # log-normal, cut off at a bin of 32k
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--documents", type=int, nargs="+", default=[1_000_000, 10_000_000, 100_000_000])
-    parser.add_argument("--folder", help="where to write, and remove, the files (default: the system's temporary folder)")
+    parser.add_argument(
+        "--folder", help="where to write, and remove, the files (default: the system's temporary folder)"
+    )
     parser.add_argument("--one", nargs=2, metavar=("PREFIX", "CACHE"), help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.one:
         return _open(*options.one)
     _open_small()
-    print("| documents | making the order, s | peak memory, MB | starting from the file, s | peak memory, MB | file, MB |")
+    print(
+        "| documents | making the order, s | peak memory, MB | starting from the file, s | peak memory, MB | file, MB |"
+    )
     print("|---|---|---|---|---|---|")
     for documents in options.documents:
         _measure(documents, options.folder)
