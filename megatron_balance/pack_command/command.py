@@ -10,6 +10,7 @@ import functools
 import json
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_balance.errors import BalanceError
@@ -62,12 +63,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=SPLIT,
         help="what becomes of documents that no bin holds (default: %(default)s)",
     )
-    job = parser.add_argument_group("job, beside Megatron's flags (--seq-length, --global-batch-size in bins, sizes, model)")
+    job = parser.add_argument_group(
+        "job, beside Megatron's flags (--seq-length, --global-batch-size in bins, sizes, model)"
+    )
     job.add_argument("--data-parallel-size", type=int, metavar="DP", help="replicas of the model (default: 1)")
     job.add_argument("--world-size", type=int, metavar="N", help="processes of the job, in place of that")
-    job.add_argument(
-        "--num-microbatches", type=int, metavar="M", help="of a step, in place of --global-batch-size"
-    )
+    job.add_argument("--num-microbatches", type=int, metavar="M", help="of a step, in place of --global-batch-size")
     job.add_argument(
         "--hf-config",
         metavar="FILE",
@@ -156,6 +157,9 @@ def _check_files(options: argparse.Namespace) -> None:
         from megatron_balance.pack_command.picture import check_picture_file
 
         check_picture_file(options.plot)
+    for flag, path in (("--json", options.json), ("--dump", options.dump), ("--plot", options.plot)):
+        if path and not (folder := Path(path).absolute().parent).is_dir():
+            raise BalanceError(f"{flag} {path}: there is no folder {folder}")
 
 
 def _write_files(options: argparse.Namespace, report: Report, found: Study) -> None:

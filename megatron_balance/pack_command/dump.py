@@ -44,7 +44,5 @@ def _nested(found: Study, batch: GlobalBatch, bins: np.ndarray) -> list[Any]:
     edges = np.searchsorted(bins[order], np.arange(batch.num_bins + 1))
     sequences = [rows[first:stop] for first, stop in itertools.pairwise(edges)]
     size, ranks = topology.micro_batch_size, topology.data_size
-    micro_batches = (
-        sequences if size == 1 else [sequences[i : i + size] for i in range(0, len(sequences), size)]
-    )
+    micro_batches = sequences if size == 1 else [sequences[i : i + size] for i in range(0, len(sequences), size)]
     return [micro_batches[rank::ranks] for rank in range(ranks)]

@@ -17,7 +17,7 @@ NAMES = {
     UNDIVIDED: "chopped, undivided attention",
     CHOPPED: "chopped, attention by document",
     IN_ORDER: "packed in order",
-    FIRST_FIT: "first-fit-decreasing",
+    FIRST_FIT: "first-fit-decreasing, evened",
     OURS: "this plan",
 }
 _NOTICEABLE = 0.02  # of a step; less is not worth a change
@@ -95,7 +95,8 @@ class Report:
         batches_cut: global batches that fill and tokens are means of.
         fill, least_fill: share of the bins' tokens that pieces take, with their alignment, mean and of the emptiest batch.
         outcomes: by way of making batches, stock first, this plan last.
-        bound_over_ideal: below which no placement of this plan's documents gets; None where it is not known.
+        bound_over_ideal: below which no placement of this plan's documents gets, over the first steps.
+        above_bound: share of this plan's steps that is above it, of the same steps.
         longest_over_mean: cost of the costliest piece in its bin over the mean micro-batch's, mean of the steps.
         fallbacks: steps whose placement is that of first-fit-decreasing in a good order.
     """
@@ -109,7 +110,8 @@ class Report:
     fill: float
     least_fill: float
     outcomes: tuple[Outcome, ...]
-    bound_over_ideal: float | None
+    bound_over_ideal: float
+    above_bound: float
     longest_over_mean: float
     fallbacks: int
 
@@ -160,7 +162,8 @@ class Report:
         Keys: ``documents``, ``tokens``, ``labels``, ``longest_document``, ``without_labels``, ``long_documents`` (with more labels
         than a bin holds), ``labels_left_out`` (of truncated and dropped ones): all data sets together; ``data_sets``: each, with
         its ``weight`` and ``batches_per_epoch``; ``histogram``; ``batch``: of the plan; ``bins``: what was asked;
-        ``outcomes``: by way of making batches; ``lower_bound_over_ideal``; ``gain``: of this plan over each other way, in tokens
+        ``outcomes``: by way of making batches; ``lower_bound_over_ideal`` and ``step_above_bound``, the share of
+        this plan's steps above it; ``gain``: of this plan over each other way, in tokens
         a second; ``worth_it``; ``limited_by``; ``assumed``: flags that were not given.
         """
         request, topology = self.request, self.request.grid.topology
@@ -208,6 +211,7 @@ class Report:
             },
             "outcomes": {one.key: {"name": one.name, **_without(asdict(one), "key")} for one in self.outcomes},
             "lower_bound_over_ideal": self.bound_over_ideal,
+            "step_above_bound": self.above_bound,
             "longest_piece_over_mean_micro_batch": self.longest_over_mean,
             "fallback_steps": self.fallbacks,
             "gain": {one.key: self.gain_over(one.key) for one in self.outcomes if one.key != OURS},

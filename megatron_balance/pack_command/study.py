@@ -21,6 +21,7 @@ from megatron_balance.pack_command.report import (
     histogram,
 )
 from megatron_balance.pack_command.request import Request
+from megatron_balance.packing.baselines import chop, first_fit, next_fit
 from megatron_balance.packing.bound import lower_bound_s
 from megatron_balance.packing.cut import GlobalBatch, batches
 from megatron_balance.packing.documents import Blend, Totals
@@ -32,7 +33,8 @@ from megatron_balance.packing.step import StepJudge, judge_of, micro_batch_s
 from megatron_balance.packing.stream import Stream
 from megatron_balance.reporting import progress
 
-_TUNED_ON = 4  # global batches
+_TUNED_ON, _TUNED_PIECES = 4, 20_000  # global batches, and about how many pieces they have together
+_MOST_BOUNDED = 8192  # operations of a step's schedule times steps whose bound is computed: some seconds
 _MOST_DOCUMENTS = 5_000_000  # of which a whole epoch is cut to count its batches; of more, the batches simulated tell
 
 
@@ -91,7 +93,7 @@ def study(request: Request, blend: Blend, say: Callable[[str], None]) -> tuple[R
         UNDIVIDED: tuple(_undivided(request)),
         CHOPPED: tuple(_chopped(request, run)),
         IN_ORDER: tuple(_in_order(request, run)),
-        FIRST_FIT: tuple(_of_batches(request, cut, [_as_streamed(batch) for batch in cut])),
+        FIRST_FIT: tuple(_of_batches(request, cut, _first_fit(request, cut))),
         OURS: tuple(_of_batches(request, cut, [placement.bins for placement in placements])),
     }
     found = Study(request, tuple(one.name for one in blend.data_sets), cut, placements, steps)
@@ -134,33 +136,37 @@ def _cut(request: Request, stream: Stream) -> tuple[tuple[GlobalBatch, ...], _Co
 
 
 def _profile(request: Request, cut: tuple[GlobalBatch, ...], cache: Path | None) -> Profile:
-    samples = [batch.pieces.tokens for batch in cut[:_TUNED_ON]]
-    return load_or_tune(cache, samples, request.bin_cost, request.rule, request.grid)
+    """Tuned on the first batches, of as many pieces as take seconds."""
+    samples = [batch.pieces.tokens for batch in cut[: max(1, _TUNED_PIECES // max(1, len(cut[0].pieces)))]]
+    with progress("tuning the placement", 1.0) as advance:
+        done = 0.0
+
+        def tell(share: float) -> None:
+            nonlocal done
+            advance(share - done)
+            done = share
+
+        return load_or_tune(cache, samples[:_TUNED_ON], request.bin_cost, request.rule, request.grid, tell)
 
 
 def _placed(request: Request, cut: tuple[GlobalBatch, ...], profile: Profile) -> tuple[Placement, ...]:
     with progress("placing documents", len(cut)) as advance:
         placed = []
         for batch in cut:
-            placed.append(
-                place(batch.pieces.tokens, request.bin_cost, request.rule, request.grid, profile, batch.bins)
-            )
+            placed.append(place(batch.pieces.tokens, request.bin_cost, request.rule, request.grid, profile, batch.bins))
             advance(1)
     return tuple(placed)
+
+
+def _first_fit(request: Request, cut: tuple[GlobalBatch, ...]) -> Iterator[np.ndarray]:
+    for batch in cut:
+        yield first_fit(batch.pieces.tokens, request.bin_cost, request.rule, request.grid).bins
 
 
 def _of_batches(request: Request, cut: tuple[GlobalBatch, ...], bins: Iterable[np.ndarray]) -> Iterator[Step]:
     """Steps of the plan's own global batches, with a bin for each piece."""
     for batch, bins_of in zip(cut, bins, strict=True):
         yield _step(request, batch.pieces.tokens, bins_of)
-
-
-def _as_streamed(batch: GlobalBatch) -> np.ndarray:
-    """The bins of first-fit-decreasing in the order in which the stream reaches them, as nothing else orders them."""
-    _, first = np.unique(batch.bins, return_index=True)
-    number = np.empty(batch.num_bins, np.int64)
-    number[np.argsort(first)] = np.arange(batch.num_bins)
-    return number[batch.bins]
 
 
 def _step(request: Request, tokens: np.ndarray, bins: np.ndarray) -> Step:
@@ -184,7 +190,7 @@ def _run(request: Request, stream: Stream) -> Pieces:
 
 def _chopped(request: Request, run: Pieces) -> Iterator[Step]:
     """Documents one behind the other, cut where a bin is full; a token attends to its document's part in the bin alone."""
-    _, tokens, bins = chop(run.tokens, request.rule.seq_length)
+    tokens, bins = chop(run.tokens, request.rule.seq_length)
     for chosen in _by_step(request, bins):
         yield _step(request, tokens[chosen], bins[chosen] % request.grid.num_bins)
 
@@ -208,28 +214,6 @@ def _by_step(request: Request, bins: np.ndarray) -> Iterator[slice]:
     return (slice(first, stop) for first, stop in itertools.pairwise(edges))
 
 
-def chop(tokens: np.ndarray, seq_length: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Pieces one behind the other, cut after every ``seq_length`` tokens.
-
-    Returns:
-        Number of the piece that each part is of, its tokens, and its bin, each of shape [parts].
-    """
-    stops = np.cumsum(tokens)
-    edges = np.union1d(stops, np.arange(seq_length, int(stops[-1]), seq_length))
-    starts = np.concatenate(([0], edges[:-1]))
-    return np.searchsorted(stops, starts, side="right"), edges - starts, starts // seq_length
-
-
-def next_fit(room: np.ndarray, seq_length: int) -> np.ndarray:
-    """Bin of each piece, in their order; a bin is closed by the first piece that does not fit."""
-    stops = np.concatenate(([0], np.cumsum(room)))
-    first, firsts = 0, []
-    while first < room.size:
-        firsts.append(first)
-        first = int(np.searchsorted(stops, stops[first] + seq_length, side="right")) - 1
-    return np.repeat(np.arange(len(firsts)), np.diff([*firsts, room.size]))
-
-
 # --- what there is to say
 
 
@@ -238,9 +222,10 @@ def _report(request: Request, blend: Blend, found: Study, counted: _Counted, run
     totals = [Totals.of(one, request.rule) for one in blend.data_sets]
     whole_cut = _share_split(found.batches)
     cuts = {UNDIVIDED: (chopped := _share_chopped(request, run)), CHOPPED: chopped}
-    outcomes = tuple(_outcome(request, judge, key, steps, cuts.get(key, whole_cut)) for key, steps in found.steps.items())
-    bounds_s = _bounds_s(request, found)
-    ideal_s = sum(placement.ideal_s for placement in found.placements)
+    outcomes = tuple(
+        _outcome(request, judge, key, steps, cuts.get(key, whole_cut)) for key, steps in found.steps.items()
+    )
+    bound_over_ideal, above_bound = _bounded(request, found)
     return Report(
         request=request,
         data_sets=tuple(
@@ -254,7 +239,8 @@ def _report(request: Request, blend: Blend, found: Study, counted: _Counted, run
         fill=counted.fill,
         least_fill=counted.least_fill,
         outcomes=outcomes,
-        bound_over_ideal=sum(bounds_s) / ideal_s,
+        bound_over_ideal=bound_over_ideal,
+        above_bound=above_bound,
         longest_over_mean=float(np.mean([_longest_over_mean(request, batch) for batch in found.batches])),
         fallbacks=sum(placement.method == FALLBACK for placement in found.placements),
     )
@@ -281,13 +267,19 @@ def _max_over_mean(costs: np.ndarray) -> float:
     return float(costs.max() / costs.mean())
 
 
-def _bounds_s(request: Request, found: Study) -> list[float]:
-    with progress("bounding the step", len(found.batches)) as advance:
-        bounds_s = []
-        for batch in found.batches:
-            bounds_s.append(lower_bound_s(batch.pieces.tokens, request.bin_cost, request.rule, request.grid))
+def _bounded(request: Request, found: Study) -> tuple[float, float]:
+    """Bound over ideal, and the share of the step that is above it, over the first steps."""
+    topology = request.grid.topology
+    operations = 2 * topology.num_stages * topology.num_microbatches
+    cut = found.batches[: max(1, _MOST_BOUNDED // operations)]
+    bound_s = 0.0
+    with progress("bounding the step", len(cut)) as advance:
+        for batch in cut:
+            bound_s += lower_bound_s(batch.pieces.tokens, request.bin_cost, request.rule, request.grid)
             advance(1)
-    return bounds_s
+    placements = found.placements[: len(cut)]
+    ideal_s, step_s = (sum(getattr(one, name) for one in placements) for name in ("ideal_s", "step_s"))
+    return bound_s / ideal_s, max(0.0, 1 - bound_s / step_s)
 
 
 def _longest_over_mean(request: Request, batch: GlobalBatch) -> float:
@@ -306,7 +298,8 @@ def _share_split(cut: Sequence[GlobalBatch]) -> float:
 
 def _share_chopped(request: Request, run: Pieces) -> float:
     """The same where pieces are cut wherever a bin is full."""
-    piece, _, _ = chop(run.tokens, request.rule.seq_length)
+    parts, _ = chop(run.tokens, request.rule.seq_length)
+    piece = np.searchsorted(np.cumsum(run.tokens), np.cumsum(parts) - parts, side="right")
     number = run.document * (int(run.data_set.max()) + 1) + run.data_set
-    _, parts = np.unique(number[piece], return_counts=True)
-    return float(np.mean(parts > 1))
+    _, times = np.unique(number[piece], return_counts=True)
+    return float(np.mean(times > 1))

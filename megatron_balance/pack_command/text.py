@@ -28,7 +28,7 @@ def _title(report: Report) -> str:
     totals = [one.totals for one in report.data_sets]
     documents, tokens = sum(one.documents for one in totals), sum(one.tokens for one in totals)
     return (
-        f"Packing: {documents:,} document{'s' * (documents != 1)} of {_short(tokens)} tokens, {report.request.grid.num_bins:,} bins"
+        f"Packing: {documents:,} document{'s' * (documents != 1)} of {short(tokens)} tokens, {report.request.grid.num_bins:,} bins"
         f" of {report.request.rule.seq_length:,} tokens a step"
     )
 
@@ -48,7 +48,7 @@ def _facts(report: Report) -> Iterator[tuple[str, str]]:
     yield from _documents(report)
     fill = f"{_percent(report.fill, 2)} of the bins' tokens in the mean of {report.batches_cut:,} steps"
     yield "fill", f"{fill}, {_percent(report.least_fill, 2)} in the emptiest"
-    yield "step", f"{_short(report.tokens_per_batch)} tokens of {report.documents_per_batch:,.0f} documents"
+    yield "step", f"{short(report.tokens_per_batch)} tokens of {report.documents_per_batch:,.0f} documents"
     if len(report.data_sets) == 1:
         yield "epoch", f"{report.data_sets[0].batches_per_epoch:,.1f} steps"
     for one in report.data_sets if len(report.data_sets) > 1 else ():
@@ -121,10 +121,18 @@ def _bar(share: float) -> str:
 def _comparison(report: Report, width: int) -> Iterator[str]:
     steps, seconds = report.ours.steps, report.request.in_seconds
     yield f"A step, simulated ({steps} step{'s' * (steps != 1)} each, the same stream of documents)"
-    heading = ("batches", "fill", "cut", "DP", "micro-batch", "over ideal", "tokens/s" if seconds else "time", "this plan")
+    heading = (
+        "batches",
+        "fill",
+        "cut",
+        "DP",
+        "micro-batch",
+        "over ideal",
+        "tokens/s" if seconds else "time",
+        "this plan",
+    )
     lines = [heading, *(_row(report, outcome) for outcome in report.outcomes)]
-    if report.bound_over_ideal is not None:
-        lines.append(("no placement is below", "", "", "", "", f"{report.bound_over_ideal:.3f}", "", ""))
+    lines.append(("no placement is below", "", "", "", "", f"{report.bound_over_ideal:.3f}", "", ""))
     yield from aligned(lines, left=(0,))
     yield labelled(
         "columns",
@@ -145,7 +153,7 @@ def _row(report: Report, outcome: Outcome) -> tuple[str, ...]:
         f"{outcome.data_parallel_max_over_mean:.3f}",
         f"{outcome.micro_batch_max_over_mean:.2f}",
         f"{outcome.step_over_ideal:.3f}",
-        _short(1 / outcome.s_per_token) if report.request.in_seconds else f"{time:.3f}",
+        short(1 / outcome.s_per_token) if report.request.in_seconds else f"{time:.3f}",
         "" if outcome.key == OURS else signed_percent(report.gain_over(outcome.key)),
     )
 
@@ -159,14 +167,15 @@ def _verdict(report: Report) -> Iterator[tuple[str, str]]:
     else:
         text = f"packing is not worth it for speed: {over[UNDIVIDED]} tokens a second beside stock's chopped documents, {beside}"
     if chopped.cut_documents > ours.cut_documents:
-        text += f". Stock cuts {_percent(chopped.cut_documents)} of the documents, this plan {_percent(ours.cut_documents)}"
+        text += (
+            f". Stock cuts {_percent(chopped.cut_documents)} of the documents, this plan {_percent(ours.cut_documents)}"
+        )
     if chopped.s_per_token < ours.s_per_token:
         text += ". Part of what chopping saves are the looks from one half of a document to the other"
     yield "verdict", text
     yield "limited by", report.limit
-    if report.bound_over_ideal is not None:
-        left = ours.step_over_ideal / report.bound_over_ideal - 1
-        yield "bound", f"no placement of these documents in these bins saves more than {_percent(left / (1 + left))} of the step"
+    saved = _percent(report.above_bound)
+    yield "bound", f"no placement of the same documents in the same bins saves more than {saved} of the step"
     if report.fallbacks:
         yield "fallback", f"{report.fallbacks} of {ours.steps} steps keep first-fit-decreasing's bins in a good order"
 
@@ -175,7 +184,7 @@ def _percent(share: float, digits: int = 1) -> str:
     return f"{round(100 * share, digits) + 0.0:.{digits}f} %"
 
 
-def _short(number: float) -> str:
+def short(number: float) -> str:
     """A large number in a few characters."""
     for unit, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if number >= size:
