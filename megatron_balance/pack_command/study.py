@@ -300,6 +300,9 @@ def _share_chopped(request: Request, run: Pieces) -> float:
     """The same where pieces are cut wherever a bin is full."""
     parts, _ = chop(run.tokens, request.rule.seq_length)
     piece = np.searchsorted(np.cumsum(run.tokens), np.cumsum(parts) - parts, side="right")
-    number = run.document * (int(run.data_set.max()) + 1) + run.data_set
-    _, times = np.unique(number[piece], return_counts=True)
+    document = np.empty(len(run), np.int64)
+    for data_set in np.unique(run.data_set):
+        of_set = run.data_set == data_set  # in which the pieces of a document follow one another, epoch after epoch
+        document[of_set] = np.cumsum(run.first[of_set] == 0)
+    _, times = np.unique(np.stack((run.data_set, document))[:, piece], axis=1, return_counts=True)
     return float(np.mean(times > 1))

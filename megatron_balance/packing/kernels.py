@@ -262,7 +262,7 @@ def fill_empty(order, bins, num_bins):
 
 # --- the placement
 
-_MOST_SWAPS = 2000  # pairs of bins that are looked through before a piece is said to fit nowhere
+_MOST_SWAPS = 300  # pairs of bins that are looked through before a piece is said to fit nowhere
 
 
 @compiled
@@ -393,22 +393,20 @@ def _empty_slots(pieces, targets, empty_cost, capacity, data_size, micro_batch_s
 @compiled
 def _find_best(slots, rank, needed, lockstep, micro_batch_size):
     """The bin of a rank with room for ``needed`` tokens whose micro-batch is furthest below its height."""
-    group = rank // lockstep
-    best, best_gain, best_room = -1, -np.inf, 0
-    for slot in range(slots.room.shape[1]):
-        room = slots.room[rank, slot]
-        if room >= needed:
-            k = slot // micro_batch_size
-            gain = slots.height[group, k] - slots.load[rank, k]
-            if gain > best_gain or (gain == best_gain and room > best_room and k == best // micro_batch_size):
-                best, best_gain, best_room = slot, gain, room
-    wakes = 0
-    for slot in range(slots.room.shape[1]):
-        room = slots.room[rank, slot]
-        if wakes < room < needed:
-            k = slot // micro_batch_size
-            if slots.height[group, k] - slots.load[rank, k] > best_gain:
-                wakes = room
+    height, load, rooms = slots.height[rank // lockstep], slots.load[rank], slots.room[rank]
+    best, best_gain, wakes, slot = -1, -np.inf, 0, 0
+    for k in range(load.size):
+        gain = height[k] - load[k]
+        if gain > best_gain:
+            found, most = -1, 0
+            for each in range(slot, slot + micro_batch_size):
+                if rooms[each] > most:
+                    found, most = each, rooms[each]
+            if most >= needed:
+                best, best_gain = found, gain
+            elif most > wakes:
+                wakes = most
+        slot += micro_batch_size
     slots.best[rank], slots.gain[rank], slots.wakes[rank] = best, best_gain, wakes
 
 
@@ -470,7 +468,7 @@ def _make_room(slots, room, cost, needed, micro_batch_size):
 
     Bins with most room are tried first, and of two of them that swap which moves fewest tokens.
     """
-    data_size, num_slots = slots.room.shape
+    num_slots = slots.room.shape[1]
     bins, tried = np.argsort(-slots.room.ravel(), kind="mergesort"), 0
     for first in range(bins.size):
         rank, slot = bins[first] // num_slots, bins[first] % num_slots

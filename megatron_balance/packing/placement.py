@@ -81,9 +81,8 @@ def _judged(bins: np.ndarray, method: str, load: Load, grid: Grid) -> Placement:
 
 
 def _check(load: Load, grid: Grid, bins: np.ndarray) -> None:
+    load.check(grid)
     pieces, num_bins = load.room.size, grid.num_bins
-    if pieces < num_bins:
-        raise BalanceError(f"{pieces} pieces of documents cannot fill {num_bins} bins: lower --global-batch-size")
     if bins.shape != load.room.shape or bins.min() < 0 or bins.max() >= num_bins:
         raise BalanceError(f"the bins given are not numbers of {num_bins} bins for {pieces} pieces")
     fullest = int(np.bincount(bins, load.room, num_bins).max())
