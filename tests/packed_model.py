@@ -57,7 +57,11 @@ def _row(documents: list[np.ndarray]) -> tuple[torch.Tensor, torch.Tensor, Packe
     lengths = [document.size - 1 for document in documents]
     bounds = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32)
     packed = PackedSeqParams(
-        qkv_format="thd", cu_seqlens_q=bounds, cu_seqlens_kv=bounds, max_seqlen_q=max(lengths), max_seqlen_kv=max(lengths)
+        qkv_format="thd",
+        cu_seqlens_q=bounds,
+        cu_seqlens_kv=bounds,
+        max_seqlen_q=max(lengths),
+        max_seqlen_kv=max(lengths),
     )
     tokens = np.concatenate([document[:-1] for document in documents])
     return torch.from_numpy(tokens), torch.cat([torch.arange(length) for length in lengths]), packed

@@ -38,7 +38,9 @@ def ready() -> None:
                 ),
                 strict=True,
             )
-            pieces = [[tokens[: int(sum(mask))], labels[: int(sum(mask))]] for tokens, labels, mask in lines if any(mask)]
+            pieces = [
+                [tokens[: int(sum(mask))], labels[: int(sum(mask))]] for tokens, labels, mask in lines if any(mask)
+            ]
             file.write(json.dumps([get_args().consumed_train_samples, pieces]) + "\n")
             file.flush()
         return batch

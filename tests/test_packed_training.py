@@ -83,7 +83,7 @@ def test_every_label_is_learned_once_an_epoch_also_across_a_kill_and_another_top
     before, after = fed(tmp_path / "killed"), fed(tmp_path / "resumed")
     turn = min(after)
     before.pop(max(before))  # it was killed in the middle of
-    assert 0 < turn and turn in before  # what the killed run did after its last checkpoint is done again
+    assert turn > 0 and turn in before  # what the killed run did after its last checkpoint is done again
     for step in {*before} & {*after}:
         assert before[step] == after[step]  # other ranks and micro-batches, the same documents
     steps = {**after, **{step: pieces for step, pieces in before.items() if step < turn}}

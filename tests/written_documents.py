@@ -8,7 +8,9 @@ from pathlib import Path
 import numpy as np
 
 
-def write_documents(prefix: Path, documents: int = 400, seed: int = 0, median: float = 12.0, longest: int = 90) -> list[np.ndarray]:
+def write_documents(
+    prefix: Path, documents: int = 400, seed: int = 0, median: float = 12.0, longest: int = 90
+) -> list[np.ndarray]:
     """Write PREFIX.bin and PREFIX.idx with documents of log-normal lengths; returns their tokens, 1 to 126, the last one 0."""
     import torch
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder

@@ -24,8 +24,8 @@ from megatron.training.utils import get_blend_and_blend_per_split
 from megatron_balance.megatron import stored_layout
 from megatron_balance.megatron.packed import cursors
 from megatron_balance.megatron.packed.items import PackedDataset
-from megatron_balance.megatron.packed.planner import Planner
 from megatron_balance.megatron.packed.placing import Placing, agreed_cost, agreed_profile, grid_of
+from megatron_balance.megatron.packed.planner import Planner
 from megatron_balance.megatron.packed.stages import reads_tokens
 from megatron_balance.packing.cost import BinCost
 from megatron_balance.packing.cut import cut
@@ -113,7 +113,9 @@ def placing() -> Placing:
     grid = grid_of(args, args.global_batch_size // (args.micro_batch_size * args.data_parallel_size))
     cost = BinCost(agreed_cost(args, grid), args.seq_length)
     split = next(split for split in Split if sources_of(split))
-    return Placing(grid, rule, cost, agreed_profile(lambda: _samples(stream_of(split), grid), cost, rule, grid, cache_folder(args)))
+    return Placing(
+        grid, rule, cost, agreed_profile(lambda: _samples(stream_of(split), grid), cost, rule, grid, cache_folder(args))
+    )
 
 
 def _samples(stream: Stream, grid: Grid) -> list[np.ndarray]:
@@ -171,7 +173,7 @@ def _split_matrix(args: Any) -> list[tuple[float, float] | None]:
 def _source(prefix: str | None, part: tuple[float, float]) -> Source:
     data, name = _low_level(prefix), prefix or "mock data"
     documents = len(data.sequence_lengths)
-    first, stop = (int(round(share * float(documents))) for share in part)  # as Megatron's builder rounds
+    first, stop = (round(share * float(documents)) for share in part)  # as Megatron's builder rounds
     return Source(Documents.of(name, np.asarray(data.sequence_lengths)[first:stop]), data, first)
 
 

@@ -19,8 +19,10 @@ from megatron_balance.packing.cut import GlobalBatch
 from megatron_balance.packing.grid import Grid
 from megatron_balance.packing.pieces import PieceRule
 from megatron_balance.packing.placement import Placement, place
-from megatron_balance.packing.profile import Profile
+from megatron_balance.packing.profile import Profile, from_json, load_or_tune, to_json
 from megatron_balance.topology import Topology
+
+_KEY = "job"  # of the profile, between ranks
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,10 @@ def agreed_profile(
     Ranks that placed by different profiles would train on some documents twice and never on others.
     """
 
-    return Profile((0.3, 1.0, 1.5, 1.7, 1.5, 1.0, 0.3))
+    def find() -> str:
+        return to_json(load_or_tune(folder, samples(), cost, rule, grid), _KEY)
+
+    return from_json(decide_on_rank_0("packing profile", find), _KEY)
 
 
 def grid_of(args: Any, num_microbatches: int) -> Grid:
