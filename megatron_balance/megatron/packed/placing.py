@@ -34,12 +34,9 @@ class Placing:
     cost: BinCost
     profile: Profile
 
-    def __call__(self, batch: GlobalBatch) -> np.ndarray:
-        """Bin of each piece, int32 of shape [pieces]."""
-        return self.placement(batch).bins
-
-    def placement(self, batch: GlobalBatch) -> Placement:
-        return place(batch.pieces.tokens, self.cost, self.rule, self.grid_of(batch.num_bins), self.profile, batch.bins)
+    def __call__(self, batch: GlobalBatch) -> Placement:
+        grid = self.grid_of(batch.num_bins)
+        return place(batch.pieces.tokens, self.cost, self.rule, grid, self.profile, batch.bins)
 
     def grid_of(self, num_bins: int) -> Grid:
         """The grid of a global batch of ``num_bins`` bins, which a ramp-up may make smaller."""

@@ -11,6 +11,7 @@ import numpy as np
 
 from megatron_balance.packing.cut import GlobalBatch, cut
 from megatron_balance.packing.pieces import Pieces
+from megatron_balance.packing.placement import Placement
 from megatron_balance.packing.stream import Cursor, Stream
 
 _KEPT = 4  # global batches: loader workers and the trainer are at most a few apart
@@ -23,12 +24,12 @@ class Window:
     Attributes:
         first: its first item.
         batch: its documents.
-        place: number of the bin that each piece of a global batch gets.
+        place: places a global batch.
     """
 
     first: int
     batch: GlobalBatch
-    place: Callable[[GlobalBatch], np.ndarray]
+    place: Callable[[GlobalBatch], Placement]
 
     @property
     def stop(self) -> int:
@@ -36,14 +37,15 @@ class Window:
         return self.first + self.batch.num_bins
 
     @cached_property
-    def bins(self) -> np.ndarray:
-        """Bin of each piece, int32 of shape [pieces]."""
+    def placement(self) -> Placement:
+        """The bins of its pieces."""
         return self.place(self.batch)
 
     @cached_property
     def _by_bin(self) -> tuple[np.ndarray, np.ndarray]:
-        order = np.argsort(self.bins, kind="stable")
-        return order, np.searchsorted(self.bins[order], np.arange(self.batch.num_bins + 1))
+        bins = self.placement.bins
+        order = np.argsort(bins, kind="stable")
+        return order, np.searchsorted(bins[order], np.arange(self.batch.num_bins + 1))
 
     def pieces(self, item: int) -> Pieces:
         """What item ``item`` holds."""
@@ -60,14 +62,14 @@ class Planner:
         stream: Stream,
         start: tuple[int, Cursor],
         batch_size: Callable[[int], int],
-        place: Callable[[GlobalBatch], np.ndarray],
+        place: Callable[[GlobalBatch], Placement],
     ) -> None:
         """
         Args:
             stream: pieces of documents without end.
             start: an item that begins a global batch, and the cursor where that batch begins.
             batch_size: bins of the global batch that begins with an item.
-            place: number of the bin that each piece of a global batch gets.
+            place: places a global batch.
         """
         self._stream, self._start, self._batch_size, self._place = stream, start, batch_size, place
         self._next = start
