@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import Progress
 
 from megatron_balance.errors import BalanceError
@@ -61,18 +62,25 @@ def progress(text: str, total: float, shown: bool = True) -> Iterator[Callable[[
     It goes to the standard error output, as what a command prints may be read by a program. The context gives a function to
     call with the work done since the last call.
     """
-    console = Console(stderr=True)
-    start_s = time.monotonic()
-    with Progress(console=console, transient=True, disable=not (shown and console.is_terminal)) as bars:
-        task = bars.add_task(text, total=total, visible=False)
-        said = not shown or console.is_terminal
+    start_s, done, update = time.monotonic(), 0.0, None
+    with contextlib.ExitStack() as stack:
 
-        def advance(done: float) -> None:
-            nonlocal said
-            late = time.monotonic() - start_s > _PATIENCE_S
-            bars.update(task, advance=done, visible=late)
-            if late and not said:
-                said = True
-                print(f"megatron-balance: {text} ...", file=sys.stderr, flush=True)
+        def advance(part: float) -> None:
+            nonlocal done, update
+            done += part
+            if shown and update is None and time.monotonic() - start_s > _PATIENCE_S:
+                update = _announced(stack, text, total)
+            if update is not None:
+                update(done)
 
         yield advance
+
+
+def _announced(stack: contextlib.ExitStack, text: str, total: float) -> Callable[[float], None]:
+    """A function to call with all the work done so far."""
+    if not sys.stderr.isatty():
+        print(f"megatron-balance: {text} ...", file=sys.stderr, flush=True)
+        return lambda done: None
+    bars = stack.enter_context(Progress(console=Console(stderr=True), transient=True))
+    task = bars.add_task(escape(text), total=total)
+    return lambda done: bars.update(task, completed=done)

@@ -55,7 +55,7 @@ def run(capsys: pytest.CaptureFixture[str], text: str) -> tuple[int, str, str]:
 
 
 def packed(capsys: pytest.CaptureFixture[str], text: str) -> dict:
-    status, out, err = run(capsys, f"--json {text}")
+    status, out, err = run(capsys, f"{text} --json")
     assert status == 0, err
     return json.loads(out)
 
@@ -131,7 +131,9 @@ def test_report_says_what_the_dumped_batches_cost(capsys, data, tmp_path) -> Non
         assert ours["s_per_token"] == pytest.approx(step_s / labels)
         assert ours["data_parallel_max_over_mean"] == pytest.approx(np.mean(busiest))
         assert values["lower_bound_over_ideal"] <= ours["step_over_ideal"]
-        assert values["step_above_bound"] == pytest.approx(1 - values["lower_bound_over_ideal"] / ours["step_over_ideal"])
+        assert values["step_above_bound"] == pytest.approx(
+            1 - values["lower_bound_over_ideal"] / ours["step_over_ideal"]
+        )
 
 
 def test_blends_and_larger_micro_batches_add_a_number_and_a_level(capsys, tmp_path) -> None:
@@ -209,6 +211,7 @@ def test_equal_documents_that_fill_a_bin_are_not_worth_packing(capsys, tmp_path)
 
 
 def test_everything_that_was_not_given_is_said(capsys, data) -> None:
+    data.write_text(json.dumps(lengths(documents=2000)))
     values = packed(capsys, f"{data} --seq-length {C} --pipeline-model-parallel-size 3 --batches 1")
     assert values["assumed"] == [
         "--data-parallel-size 1",
@@ -290,7 +293,10 @@ def test_plot_without_matplotlib_says_what_to_install(capsys, data, monkeypatch,
         (f"DATA {JOB} --batches 0", "--batches 0"),
         (f"DATA {JOB.replace('300', 'nan')}", "--cost-ratio nan"),
         (f"DATA {JOB.replace('300', '-1')}", "--cost-ratio -1"),
-        (f"DATA {JOB.replace('size 32', 'size 30')}", "30 is not a multiple of micro-batch size * data-parallel size (1 * 4)"),
+        (
+            f"DATA {JOB.replace('size 32', 'size 30')}",
+            "30 is not a multiple of micro-batch size * data-parallel size (1 * 4)",
+        ),
         (f"DATA {JOB} --num-virtual-stages-per-pipeline-rank 2 --num-microbatches 3", "leave a last group of 1"),
         (f"DATA {JOB} --seq-lenght 512", "unrecognized arguments: --seq-lenght"),
         (f"DATA {JOB} --varlen-packing-shape fixed {MODEL}", "unrecognized arguments: --varlen-packing-shape"),
@@ -315,6 +321,13 @@ def test_what_cannot_be_is_refused_in_one_line(capsys, data, tmp_path, flags: st
     assert not [*tmp_path.glob("*dump*")]
 
 
+def test_lengths_behind_a_flag_that_writes_are_never_overwritten(capsys, data) -> None:
+    for flag in ("--json", "--dump"):
+        status, out, err = run(capsys, f"{flag} {data} {data} {JOB} --batches 1")
+        assert (status, out) == (2, "") and "name another file" in err
+        assert json.loads(data.read_text()) == lengths()
+
+
 def test_needs_neither_torch_nor_megatron_nor_compiled_code_to_refuse(data) -> None:
     code = (
         "import sys\n"
@@ -323,7 +336,7 @@ def test_needs_neither_torch_nor_megatron_nor_compiled_code_to_refuse(data) -> N
         f"status = main(['pack', {str(data)!r}, '--seq-length', '0'])\n"
         "assert status == 2, status\n"
         "assert 'numba' not in sys.modules and 'scipy' not in sys.modules\n"
-        f"sys.exit(main(['pack', '--json', {str(data)!r}, '--batches', '1', *{shlex.split(JOB)!r}]))\n"
+        f"sys.exit(main(['pack', {str(data)!r}, '--json', '--batches', '1', *{shlex.split(JOB)!r}]))\n"
     )
     root = Path(__file__).parents[1]
     ended = subprocess.run(

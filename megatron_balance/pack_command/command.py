@@ -157,9 +157,23 @@ def _check_files(options: argparse.Namespace) -> None:
         from megatron_balance.pack_command.picture import check_picture_file
 
         check_picture_file(options.plot)
-    for flag, path in (("--json", options.json), ("--dump", options.dump), ("--plot", options.plot)):
-        if path and not (folder := Path(path).absolute().parent).is_dir():
-            raise BalanceError(f"{flag} {path}: there is no folder {folder}")
+    for flag, path, begins in (
+        ("--json", options.json, b'{\n  "documents"'),
+        ("--dump", options.dump, b'{"seq_length"'),
+        ("--plot", options.plot, b"\x89PNG"),
+    ):
+        if path:
+            _check_place(flag, Path(path), begins)
+
+
+def _check_place(flag: str, path: Path, begins: bytes) -> None:
+    """Refuse a place where nothing can be written, or where something stands that is none of ours, as lengths would be."""
+    if not (folder := path.absolute().parent).is_dir():
+        raise BalanceError(f"{flag} {path}: there is no folder {folder}")
+    if path.is_file() and path.stat().st_size:
+        with path.open("rb") as file:
+            if file.read(len(begins)) != begins:
+                raise BalanceError(f"{flag} {path} is there and was not written by this flag: name another file")
 
 
 def _write_files(options: argparse.Namespace, report: Report, found: Study) -> None:

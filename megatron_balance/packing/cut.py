@@ -85,7 +85,7 @@ def cut(stream: Stream, cursor: Cursor, num_bins: int) -> GlobalBatch:
 
 def _aim(sizes: np.ndarray, num_bins: int, capacity: int) -> int:
     """Pieces that the batch would have if all packed well."""
-    target = int(FILL * num_bins * capacity)
+    target = FILL * num_bins * capacity
     taken = np.cumsum(sizes)
     count = int(np.searchsorted(taken, target, side="right"))
     if num_bins < MANY_BINS and 0 < count < sizes.size and taken[count] - target < target - taken[count - 1]:
@@ -105,15 +105,15 @@ def _fit(sizes: np.ndarray, num_bins: int, capacity: int) -> tuple[int, np.ndarr
     for _ in range(_TRIES):
         packed = np.empty(tried, np.int32)
         homeless = kernels.first_fit(sizes, order, capacity, packed, free)
+        shorter = 0
         if homeless:
             fails = tried
             shorter = int(np.searchsorted(taken, taken[tried - 1] - homeless, side="right"))
-            tried = max(shorter, fits)
         else:
             fits, bins = tried, packed
-            tried = (fits + fails) // 2
-        if fails - fits <= 1 or tried == fits:
+        if fails - fits <= 1:
             break
+        tried = shorter if shorter > fits else (fits + fails) // 2
     kernels.fill_empty(order, bins, num_bins)
     return fits, bins
 

@@ -20,7 +20,14 @@ def digest(values: np.ndarray) -> str:
     content = values.astype(values.dtype.newbyteorder("<"), copy=False).view(np.uint8)
     chunks = [content[first : first + _CHUNK_BYTES] for first in range(0, content.size, _CHUNK_BYTES)]
     whole = hashlib.blake2b(content.size.to_bytes(8, "little"), digest_size=_DIGEST_BYTES)
-    with ThreadPoolExecutor(_THREADS) as threads:
-        for part in threads.map(lambda chunk: hashlib.blake2b(chunk).digest(), chunks):
-            whole.update(part)
+    if len(chunks) <= 1:
+        parts = [_part(chunk) for chunk in chunks]
+    else:
+        with ThreadPoolExecutor(_THREADS) as threads:  # hashing lets other threads run
+            parts = list(threads.map(_part, chunks))
+    whole.update(b"".join(parts))
     return whole.hexdigest()
+
+
+def _part(chunk: np.ndarray) -> bytes:
+    return hashlib.blake2b(chunk).digest()

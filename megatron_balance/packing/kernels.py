@@ -522,3 +522,31 @@ def _replace(slots, rank, slot, piece, other):
     while slots.below[above] != piece:
         above = slots.below[above]
     slots.below[above] = other
+
+
+# --- what it is compared with
+
+
+@compiled
+def deal_longest_first(order, cost, ranks):
+    """Deal bins to the rank with the least cost so far that has not got its share of them.
+
+    Args:
+        order: numbers of bins, int64 of shape [bins]; ``ranks`` divides their number.
+        cost: of each bin, float of shape [bins].
+        ranks: that share the bins.
+
+    Returns:
+        Rank of each bin, and how many the rank had before it, each int64 of shape [bins].
+    """
+    rank_of, turn = np.empty(order.size, np.int64), np.empty(order.size, np.int64)
+    load, held = np.zeros(ranks), np.zeros(ranks, np.int64)
+    for each in order:
+        least = -1
+        for rank in range(ranks):
+            if held[rank] < order.size // ranks and (least < 0 or load[rank] < load[least]):
+                least = rank
+        rank_of[each], turn[each] = least, held[least]
+        load[least] += cost[each]
+        held[least] += 1
+    return rank_of, turn
