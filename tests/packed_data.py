@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from megatron_balance.packing.documents import Blend, Documents
 from megatron_balance.packing.pieces import LONG_DOCUMENTS, PieceRule
-from megatron_balance.packing.stream import Counts, Place, Stream
+from megatron_balance.packing.stream import Counts, Cursor, Place, Stream
 
 DATA = Path(os.environ.get("MEGATRON_BALANCE_DATA", Path(__file__).parents[2] / "shared" / "data"))
 
@@ -42,6 +42,11 @@ def shuffled(of: Blend, seed: int):
 
 def stream(of: Blend, rule: PieceRule, seed: int = 0) -> Stream:
     return Stream(of, rule, seed, shuffled(of, seed))
+
+
+def behind(dealer: Stream, cursor: Cursor, count: int) -> Cursor:
+    """The cursor ``count`` pieces further on."""
+    return dealer.after(cursor, dealer.pieces(cursor, count))
 
 
 def pieces_of(length: int, rule: PieceRule) -> list[tuple[int, int]]:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from packed_data import blend, blends, pieces_of, rows, rules, stream, wlb_like
+from packed_data import behind, blend, blends, pieces_of, rows, rules, stream, wlb_like
 
 from megatron_balance.errors import BalanceError
 from megatron_balance.packing import kernels
@@ -58,7 +58,7 @@ def test_batches_of_any_sizes_lose_and_repeat_nothing(of, rule, seed, sizes):
         cursor = Cursor.from_json(json.loads(json.dumps(batch.stop.to_json())))
     dealer = stream(of, rule, seed)
     assert dealt == rows(dealer.pieces(dealer.start, len(dealt)))
-    assert cursor == dealer.after(dealer.start, len(dealt))
+    assert cursor == behind(dealer, dealer.start, len(dealt))
 
 
 def assert_too_few(of, rule: PieceRule, num_bins: int) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from packed_data import blend, blends, counts_before, pieces_of, read, rows, rules, shuffled, stream
+from packed_data import behind, blend, blends, counts_before, pieces_of, read, rows, rules, shuffled, stream
 
 from megatron_balance.errors import BalanceError
 from megatron_balance.packing.pieces import PieceRule
@@ -30,7 +30,7 @@ def through_json(cursor: Cursor) -> Cursor:
 def test_each_data_set_is_read_in_its_order_and_counted(of, rule, seed, count):
     dealer = stream(of, rule, seed)
     dealt = rows(dealer.pieces(dealer.start, count))
-    cursor = dealer.after(dealer.start, count)
+    cursor = behind(dealer, dealer.start, count)
     assert len(dealt) == count
     for data_set, place in enumerate(cursor.places):
         mine = [piece[1:] for piece in dealt if piece[0] == data_set]
@@ -98,9 +98,9 @@ def test_a_stop_anywhere_changes_nothing(of, rule, seed, runs):
     for run in runs:
         dealer = stream(of, rule, seed)  # as a process started anew
         resumed += rows(dealer.pieces(cursor, run))
-        cursor = through_json(dealer.after(cursor, run))
+        cursor = through_json(behind(dealer, cursor, run))
     assert resumed == rows(whole.pieces(whole.start, sum(runs)))
-    assert cursor == whole.after(whole.start, sum(runs))
+    assert cursor == behind(whole, whole.start, sum(runs))
 
 
 @compiling
@@ -125,7 +125,7 @@ def test_long_epochs_are_read_window_by_window():
         assert mine.size > 130_000
         np.testing.assert_array_equal(mine, order[: mine.size])
         np.testing.assert_array_equal(pieces.tokens[pieces.data_set == data_set], lengths[mine] - 1)
-    middle = dealer.after(dealer.start, 300_000)
+    middle = behind(dealer, dealer.start, 300_000)
     np.testing.assert_array_equal(dealer.pieces(middle, 150_000).document, pieces.document[300_000:])
 
 
@@ -162,9 +162,9 @@ def test_epochs_are_asked_for_when_they_are_reached():
 
     dealer = Stream(of, PieceRule(4), 0, orders)
     assert not asked
-    middle = dealer.after(dealer.start, 2)
+    middle = behind(dealer, dealer.start, 2)
     assert asked == [(0, 0)] and middle.epochs == 0
-    assert dealer.after(middle, 1).epochs == 1 and asked == [(0, 0), (0, 1)]
+    assert behind(dealer, middle, 1).epochs == 1 and asked == [(0, 0), (0, 1)]
 
 
 def test_lengths_and_orders_may_be_mapped_files(tmp_path):
@@ -195,7 +195,7 @@ def test_lengths_and_orders_may_be_mapped_files(tmp_path):
 )
 def test_a_cursor_of_another_stream_is_refused(other, said):
     mine = stream(blend([4, 5, 6]), PieceRule(4), 1)
-    cursor = mine.after(mine.start, 2)
+    cursor = behind(mine, mine.start, 2)
     with pytest.raises(BalanceError, match=said):
         stream(*other).pieces(cursor, 1)
 
@@ -238,7 +238,7 @@ def test_a_damaged_cursor_is_not_read(change, said):
 )
 def test_a_cursor_that_contradicts_itself_is_refused(change):
     dealer = stream(blend([4, 5, 6]), PieceRule(4))
-    values = dealer.after(dealer.start, 2).to_json()
+    values = behind(dealer, dealer.start, 2).to_json()
     assert values["places"][0][next(iter(change))] != next(iter(change.values()))
     values["places"][0] |= change
     with pytest.raises(BalanceError, match="damaged"):

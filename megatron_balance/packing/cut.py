@@ -80,7 +80,7 @@ def cut(stream: Stream, cursor: Cursor, num_bins: int) -> GlobalBatch:
     if epoch.room < whole and epoch.pieces < count:
         raise _too_few(epoch, num_bins, capacity)
     run = Pieces(pieces.data_set[:count], pieces.document[:count], pieces.first[:count], pieces.end[:count])
-    return GlobalBatch(run, bins, num_bins, cursor, stream.after(cursor, count))
+    return GlobalBatch(run, bins, num_bins, cursor, stream.after(cursor, run))
 
 
 def _aim(sizes: np.ndarray, num_bins: int, capacity: int) -> int:

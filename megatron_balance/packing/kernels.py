@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import numba
 import numpy as np
 
 from megatron_balance.kernels import compiled
@@ -44,114 +45,161 @@ def shuffle(order, state, first, end):
 
 # --- the cut
 
-# Columns of what is known of each data set while pieces are dealt: where the next one begins, then what was dealt so far.
-AT, FIRST, TOKENS, PIECES, DOCUMENTS, SPLIT, TRUNCATED, DROPPED, SKIPPED, LOST = range(10)
-STATE_COLUMNS = 10
+# Columns of how far each data set has been read: as `Place` in stream.py, its counts included.
+EPOCH, POSITION, FIRST, TOKENS, PIECES, DOCUMENTS, SPLIT, TRUNCATED, DROPPED, SKIPPED, LOST = range(11)
 KEEP_REST, CUT_REST, DROP_LONG = range(3)  # what becomes of a document that is longer than a bin
-DEALT, FULL = -1, -2  # why no more pieces were dealt, if not for a data set whose window is used up
+DEALT, FULL = -1, -2  # why no more pieces were dealt, if not for a data set that needs its window moved
 _DIGIT_BITS = 11
 
 
+class Window(NamedTuple):
+    """Some documents of each data set, in the order of their epoch.
+
+    Attributes:
+        begin: epoch and position of the first, int64 of shape [data sets, 2].
+        filled: how many, int64 of shape [data sets].
+        documents: numbers in the data set, int64 of shape [data sets, window].
+        lengths: their tokens, of the same shape.
+        sizes: documents of the whole data set, int64 of shape [data sets].
+    """
+
+    begin: np.ndarray
+    filled: np.ndarray
+    documents: np.ndarray
+    lengths: np.ndarray
+    sizes: np.ndarray
+
+
+# What a piece costs here is a few nanoseconds: a nested call not inlined, or `return np.int64(0)`, would be most of it.
+
+
+@numba.njit(inline="always")
+def _pass_document(sizes, data_set, state):
+    state[data_set, FIRST] = 0
+    state[data_set, POSITION] += 1
+    if state[data_set, POSITION] == sizes[data_set]:
+        state[data_set, POSITION] = 0
+        state[data_set, EPOCH] += 1
+
+
 @compiled
-def _seek(lengths, filled, rule, state):
-    """Tokens of a data set's next piece, having passed and counted the documents that give none; 0 at the window's end."""
-    capacity, _, long_documents = rule
-    while state[AT] < filled:
-        labels = lengths[state[AT]] - 1
+def _seek(begin, filled, lengths, sizes, data_set, capacity, long_documents, state):
+    """Tokens of a data set's next piece, having passed and counted the documents that give none.
+
+    0 tokens mean that the window must be moved first.
+    """
+    while state[data_set, EPOCH] == begin[data_set, 0]:
+        offset = state[data_set, POSITION] - begin[data_set, 1]
+        if offset < 0 or offset >= filled[data_set]:
+            break
+        labels = lengths[data_set, offset] - 1
         if labels > capacity and long_documents == DROP_LONG:
-            state[DROPPED] += 1
-            state[LOST] += labels
+            state[data_set, DROPPED] += 1
+            state[data_set, LOST] += labels
         elif labels > 0:
-            return min(labels - state[FIRST], capacity)
+            return min(labels - state[data_set, FIRST], capacity)
         else:
-            state[SKIPPED] += 1
-        state[AT] += 1
-    return np.int64(0)
+            state[data_set, SKIPPED] += 1
+        _pass_document(sizes, data_set, state)
+    return 0
 
 
 @compiled
-def _take(lengths, tokens, rule, state):
-    """Step a data set over its next piece."""
-    end = state[FIRST] + tokens
-    rest = lengths[state[AT]] - 1 - end
-    state[TOKENS] += tokens
-    state[PIECES] += 1
-    if rest > 0 and rule[2] == KEEP_REST:
-        state[FIRST] = end
+def _take(begin, lengths, sizes, data_set, tokens, long_documents, state):
+    """Step a data set over the piece that ``_seek`` found."""
+    end = state[data_set, FIRST] + tokens
+    rest = lengths[data_set, state[data_set, POSITION] - begin[data_set, 1]] - 1 - end
+    state[data_set, TOKENS] += tokens
+    state[data_set, PIECES] += 1
+    if rest > 0 and long_documents == KEEP_REST:
+        state[data_set, FIRST] = end
         return
-    state[DOCUMENTS] += 1
-    state[SPLIT] += state[FIRST] > 0
-    state[TRUNCATED] += rest > 0
-    state[LOST] += rest
-    state[FIRST] = 0
-    state[AT] += 1
+    state[data_set, DOCUMENTS] += 1
+    state[data_set, SPLIT] += state[data_set, FIRST] > 0
+    state[data_set, TRUNCATED] += rest > 0
+    state[data_set, LOST] += rest
+    _pass_document(sizes, data_set, state)
 
 
 @compiled
 def _next_data_set(start, finish, now):
     """Worst-case fair weighted fair queueing (Bennett and Zhang 1996, WF2Q): of those that are not ahead, who is done first."""
-    chosen, earliest = -1, 0
+    chosen, soonest = -1, np.inf
     for data_set in range(start.size):
-        if start[data_set] <= now and (chosen < 0 or finish[data_set] < finish[chosen]):
-            chosen = data_set
-        if start[data_set] < start[earliest]:
-            earliest = data_set
-    return chosen if chosen >= 0 else earliest  # by rounding alone all may seem ahead
+        if start[data_set] <= now and finish[data_set] < soonest:
+            chosen, soonest = data_set, finish[data_set]
+    return chosen if chosen >= 0 else start.argmin()  # by rounding alone all may seem ahead
 
 
 @compiled
-def deal_pieces(documents, lengths, filled, weights, rule, least, room, state, dealt, out):
+def deal_pieces(window, weights, rule, least, room, state, dealt, out):
     """Deal pieces until ``least`` are dealt and the next one would exceed ``room``.
 
     Args:
-        documents, lengths: window of each data set, the next documents in its order, int64 of shape [data sets, window].
-        filled: documents in each window, int64 of shape [data sets].
+        window: a Window.
         weights: shares of the tokens, float64 of shape [data sets].
         rule: capacity of a bin in tokens, alignment, and what becomes of a longer document.
-        state: int64 of shape [data sets, STATE_COLUMNS], ``AT`` counting from the window's begin; updated.
+        state: how far each data set has been read, int64 of shape [data sets, columns]; updated.
         dealt: pieces and their room so far, int64 of shape [2]; updated.
         out: data set, document, first and end of each piece, int64 of shape [4, most pieces]; filled from ``dealt[0]`` on.
 
     Returns:
-        DEALT; FULL if ``out`` is; or the data set whose window is used up. In the last two cases, call again.
+        DEALT; FULL if ``out`` is; or the data set whose window must be moved. In the last two cases, call again.
     """
-    alignment = rule[1]
+    begin, filled, documents, lengths, sizes = window
+    capacity, alignment, long_documents = rule
     data_sets = weights.size
     tokens = np.zeros(data_sets, np.int64)
     start = np.zeros(data_sets)
     finish = np.zeros(data_sets)
-    total = np.int64(0)
     for data_set in range(data_sets):
-        tokens[data_set] = _seek(lengths[data_set], filled[data_set], rule, state[data_set])
+        tokens[data_set] = _seek(begin, filled, lengths, sizes, data_set, capacity, long_documents, state)
         if not tokens[data_set]:
             return data_set
-        taken = state[data_set, TOKENS]
-        start[data_set] = taken / weights[data_set]
-        finish[data_set] = (taken + tokens[data_set]) / weights[data_set]
-        total += taken
+        start[data_set] = state[data_set, TOKENS] / weights[data_set]
+        finish[data_set] = (state[data_set, TOKENS] + tokens[data_set]) / weights[data_set]
+    total = state[:, TOKENS].sum()
     weight = weights.sum()
     while dealt[0] < out.shape[1]:
         chosen = _next_data_set(start, finish, total / weight) if data_sets > 1 else 0
-        piece, of = tokens[chosen], state[chosen]
+        piece, first = tokens[chosen], state[chosen, FIRST]
         taking = -(-piece // alignment) * alignment
         if dealt[0] >= least and dealt[1] + taking > room:
             return DEALT
         out[0, dealt[0]] = chosen
-        out[1, dealt[0]] = documents[chosen, of[AT]]
-        out[2, dealt[0]] = of[FIRST]
-        out[3, dealt[0]] = of[FIRST] + piece
+        out[1, dealt[0]] = documents[chosen, state[chosen, POSITION] - begin[chosen, 1]]
+        out[2, dealt[0]] = first
+        out[3, dealt[0]] = first + piece
         dealt[0] += 1
         dealt[1] += taking
         total += piece
-        _take(lengths[chosen], piece, rule, of)
+        _take(begin, lengths, sizes, chosen, piece, long_documents, state)
         if dealt[0] >= least and dealt[1] + alignment > room:
             return DEALT  # without a look at the next document, which may be in an epoch that nobody needs
-        tokens[chosen] = _seek(lengths[chosen], filled[chosen], rule, of)
+        tokens[chosen] = _seek(begin, filled, lengths, sizes, chosen, capacity, long_documents, state)
         if not tokens[chosen]:
             return chosen
-        start[chosen] = of[TOKENS] / weights[chosen]
-        finish[chosen] = (of[TOKENS] + tokens[chosen]) / weights[chosen]
+        start[chosen] = state[chosen, TOKENS] / weights[chosen]
+        finish[chosen] = (state[chosen, TOKENS] + tokens[chosen]) / weights[chosen]
     return FULL
+
+
+@compiled
+def step_over(window, rule, data_sets, state, done):
+    """Step over pieces from number ``done`` on, whose data sets are given, int16 of shape [pieces]; ``state`` is updated.
+
+    Returns:
+        The number of the piece for whose data set the window must be moved first, or of pieces.
+    """
+    begin, filled, _, lengths, sizes = window
+    capacity, _, long_documents = rule
+    for piece in range(done, data_sets.size):
+        data_set = np.int64(data_sets[piece])
+        tokens = _seek(begin, filled, lengths, sizes, data_set, capacity, long_documents, state)
+        if not tokens:
+            return piece
+        _take(begin, lengths, sizes, data_set, tokens, long_documents, state)
+    return data_sets.size
 
 
 @compiled
@@ -227,9 +275,7 @@ def first_fit(sizes, order, capacity, bins, free):
             continue
         node = 1
         while node < leaves:
-            node *= 2
-            if free[node] < size:
-                node += 1
+            node = 2 * node + (free[2 * node] < size)
         bins[piece] = node - leaves
         free[node] -= size
         while node > 1:

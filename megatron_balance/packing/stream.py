@@ -199,50 +199,35 @@ class Epoch:
     room: int
 
 
-class _Window:
-    """The next documents of each data set, looked up some thousands at a time; the data may be larger than memory."""
+class _Reader:
+    """Looks up the next documents of each data set, some thousands at a time; the data may be larger than memory."""
 
     def __init__(self, data_sets: tuple[Documents, ...], orders: Orders) -> None:
         self._orders = orders
         self._lengths = [np.asarray(documents.lengths) for documents in data_sets]
-        least, most = _WINDOW
-        size = min(max(_WINDOWS // len(data_sets), least), most, max(lengths.size for lengths in self._lengths))
-        self.documents = np.zeros((len(data_sets), size), np.int64)
-        self.lengths = np.zeros((len(data_sets), size), np.int64)
-        self.filled = np.zeros(len(data_sets), np.int64)
-        self._begin = [(0, 0)] * len(data_sets)
         self._kept: list[dict[int, np.ndarray]] = [{} for _ in data_sets]
+        count, sizes = len(data_sets), np.array([lengths.size for lengths in self._lengths], np.int64)
+        least, most = _WINDOW
+        shape = count, min(max(_WINDOWS // count, least), most, int(sizes.max()))
+        begin, filled = np.zeros((count, 2), np.int64), np.zeros(count, np.int64)
+        self.window = kernels.Window(begin, filled, np.zeros(shape, np.int64), np.zeros(shape, np.int64), sizes)
 
-    def find(self, data_set: int, epoch: int, position: int) -> int:
-        """Where in the window of ``data_set`` a document is; at its end if the window must first be moved there."""
-        begin_epoch, begin = self._begin[data_set]
-        offset = position - begin
-        if epoch == begin_epoch and 0 <= offset < self.filled[data_set]:
-            return offset
-        self.filled[data_set] = 0
-        self._begin[data_set] = (epoch, position)
-        return 0
+    def move(self, data_set: int, place: np.ndarray) -> None:
+        """Begin the window of a data set at (epoch, position)."""
+        window = self.window
+        epoch, position = place.tolist()
+        chunk = self.order(data_set, epoch)[position : position + window.documents.shape[1]]
+        window.begin[data_set] = place
+        window.filled[data_set] = chunk.size
+        window.documents[data_set, : chunk.size] = chunk
+        window.lengths[data_set, : chunk.size] = self._lengths[data_set][chunk]
 
-    def place(self, data_set: int, offset: int) -> tuple[int, int]:
-        """Epoch and position of a document in the window, or of the first after it."""
-        epoch, begin = self._begin[data_set]
-        ended, position = divmod(begin + offset, self._lengths[data_set].size)
-        return epoch + ended, position
-
-    def move(self, data_set: int, offset: int) -> None:
-        """Begin the window of ``data_set`` at ``offset`` of what it is now."""
-        epoch, position = self.place(data_set, int(offset))
-        chunk = self._order(data_set, epoch)[position : position + self.documents.shape[1]]
-        self._begin[data_set] = (epoch, position)
-        self.filled[data_set] = chunk.size
-        self.documents[data_set, : chunk.size] = chunk
-        self.lengths[data_set, : chunk.size] = self._lengths[data_set][chunk]
-
-    def _order(self, data_set: int, epoch: int) -> np.ndarray:
+    def order(self, data_set: int, epoch: int) -> np.ndarray:
+        """The documents in the order of an epoch."""
         kept = self._kept[data_set]
         order = kept.pop(epoch, None)
         if order is None:
-            order = np.asarray(self._orders(int(data_set), epoch))
+            order = np.asarray(self._orders(data_set, epoch))
             documents = self._lengths[data_set].size
             if order.size != documents:
                 raise BalanceError(
@@ -278,8 +263,9 @@ class Stream:
         for documents in blend.data_sets:
             self._check_data(documents)
         self._weights = np.array(blend.weights, np.float64)
-        self._window = _Window(blend.data_sets, orders)
+        self._reader = _Reader(blend.data_sets, orders)
         self._out = np.empty((4, 1024), np.int64)
+        self._known: tuple[Cursor | None, np.ndarray] = (None, np.empty(0, np.int64))
         self._uncounted = (chunk for documents in blend.data_sets for chunk in _chunks(documents))
         self._counted = np.zeros(4, np.int64)
 
@@ -293,23 +279,34 @@ class Stream:
         Raises:
             BalanceError: the cursor belongs to another stream, or is damaged.
         """
-        count, _ = self._deal(cursor, least, room)
-        data_set, document, first, end = self._out[:, :count]
+        state, dealt = self._state(cursor), np.zeros(2, np.int64)
+        while True:
+            stopped = kernels.deal_pieces(
+                self._reader.window, self._weights, self._rule, least, room, state, dealt, self._out
+            )  # fmt: skip
+            if stopped == kernels.DEALT:
+                break
+            if stopped == kernels.FULL:
+                self._out = np.concatenate([self._out, np.empty_like(self._out)], axis=1)
+            else:
+                self._reader.move(stopped, state[stopped, : kernels.FIRST])
+        data_set, document, first, end = self._out[:, : dealt[0]]
         return Pieces(data_set.astype(np.int16), document.copy(), first.copy(), end.copy())
 
-    def after(self, cursor: Cursor, count: int) -> Cursor:
-        """The cursor ``count`` pieces further on.
+    def after(self, cursor: Cursor, pieces: Pieces) -> Cursor:
+        """The cursor behind ``pieces``, which this stream gave from ``cursor`` on.
 
         Raises:
             BalanceError: the cursor belongs to another stream, or is damaged.
         """
-        if not count:
-            self.check(cursor)
-            return cursor
-        _, state = self._deal(cursor, count, 0)
-        at = (self._window.place(data_set, row[kernels.AT]) for data_set, row in enumerate(state))
-        rows = zip(at, state, strict=True)
-        return Cursor(self.identity, tuple(Place(*at, row[kernels.FIRST], Counts(*row[2:])) for at, row in rows))
+        state, done = self._state(cursor), 0
+        while (done := kernels.step_over(self._reader.window, self._rule, pieces.data_set, state, done)) < len(pieces):
+            data_set = int(pieces.data_set[done])
+            self._reader.move(data_set, state[data_set, : kernels.FIRST])
+        places = (Place(*row[: kernels.TOKENS], Counts(*row[kernels.TOKENS :])) for row in state.tolist())
+        cursor = Cursor(self.identity, tuple(places))
+        self._known = cursor, state
+        return cursor
 
     def check(self, cursor: Cursor) -> None:
         """Refuse a cursor of another stream, or one that this stream cannot have given.
@@ -323,14 +320,30 @@ class Stream:
                 " former, or start without the stored place"
             )
         data_sets = self.blend.data_sets
-        known = len(cursor.places) == len(data_sets)
-        for place, documents in zip(cursor.places, data_sets, strict=False):
-            passed = place.epoch * documents.lengths.size + place.position
-            done = place.counts.documents + place.counts.dropped + place.counts.skipped
-            known &= place.position < documents.lengths.size and passed == done
-            known &= place.first % self.rule.seq_length == 0 and (not place.first or self.rule.long_documents == SPLIT)
-        if not known:
-            raise BalanceError("the stored place in the data is damaged, its counts disagree: start without it")
+        valid = len(cursor.places) == len(data_sets)
+        if not (valid and all(map(self._may_be, range(len(data_sets)), cursor.places))):
+            raise BalanceError("the stored place in the data is damaged, its numbers disagree: start without it")
+
+    def _may_be(self, data_set: int, place: Place) -> bool:
+        """Whether this stream can have read a data set up to ``place``."""
+        lengths = self.blend.data_sets[data_set].lengths
+        passed = place.counts.documents + place.counts.dropped + place.counts.skipped
+        if place.position >= lengths.size or passed != place.epoch * lengths.size + place.position:
+            return False
+        if not place.first:
+            return True
+        labels = lengths[self._reader.order(data_set, place.epoch)[place.position]] - 1
+        return self.rule.long_documents == SPLIT and place.first % self.rule.seq_length == 0 and place.first < labels
+
+    def _state(self, cursor: Cursor) -> np.ndarray:
+        """The cursor as the kernels' table, a copy of one's own."""
+        known, state = self._known
+        if cursor is not known:  # it was not made here: a stored one
+            self.check(cursor)
+            rows = [(place.epoch, place.position, place.first, *place.counts.values()) for place in cursor.places]
+            state = np.array(rows, np.int64)
+            self._known = cursor, state
+        return state.copy()
 
     def epoch(self, enough_pieces: int, enough_room: int) -> Epoch:
         """What one epoch of all data sets gives, counted until it has ``enough_pieces`` that take ``enough_room`` tokens.
@@ -343,37 +356,6 @@ class Stream:
                 break
             kernels.count_pieces(chunk, self._rule, self._counted)
         return Epoch(*self._counted.tolist())
-
-    def _deal(self, cursor: Cursor, least: int, room: int) -> tuple[int, list[list[int]]]:
-        """Number of pieces, left in ``_out``, and the state after them."""
-        self.check(cursor)
-        window = self._window
-        rows = [
-            [window.find(data_set, place.epoch, place.position), place.first, *place.counts.values()]
-            for data_set, place in enumerate(cursor.places)
-        ]
-        state, dealt = np.array(rows, np.int64), np.zeros(2, np.int64)
-        for row, offset in enumerate(state[:, kernels.AT]):
-            if offset >= window.filled[row]:
-                self._move(row, state)
-            if state[row, kernels.FIRST] >= max(1, window.lengths[row, state[row, kernels.AT]] - 1):
-                raise BalanceError(
-                    "the stored place in the data is damaged, it is beyond a document's end: start without it"
-                )
-        while True:
-            stopped = kernels.deal_pieces(
-                window.documents, window.lengths, window.filled, self._weights, self._rule, least, room, state, dealt, self._out
-            )  # fmt: skip
-            if stopped == kernels.DEALT:
-                return int(dealt[0]), state.tolist()
-            if stopped == kernels.FULL:
-                self._out = np.concatenate([self._out, np.empty_like(self._out)], axis=1)
-            else:
-                self._move(stopped, state)
-
-    def _move(self, data_set: int, state: np.ndarray) -> None:
-        self._window.move(data_set, int(state[data_set, kernels.AT]))
-        state[data_set, kernels.AT] = 0
 
     def _check_data(self, documents: Documents) -> None:
         totals = np.zeros(4, np.int64)
