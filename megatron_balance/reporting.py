@@ -10,10 +10,6 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
-from rich.console import Console
-from rich.markup import escape
-from rich.progress import Progress
-
 from megatron_balance.errors import BalanceError
 
 # torchrun ends all processes as soon as one fails, so rank 0 must be the first to go.
@@ -81,6 +77,10 @@ def _announced(stack: contextlib.ExitStack, text: str, total: float) -> Callable
     if not sys.stderr.isatty():
         print(f"megatron-balance: {text} ...", file=sys.stderr, flush=True)
         return lambda done: None
+    from rich.console import Console  # not at the start of every rank
+    from rich.markup import escape
+    from rich.progress import Progress
+
     bars = stack.enter_context(Progress(console=Console(stderr=True), transient=True))
     task = bars.add_task(escape(text), total=total)
     return lambda done: bars.update(task, completed=done)
