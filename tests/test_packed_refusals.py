@@ -31,8 +31,6 @@ REFUSED = {
     f"{GOOD} --check-for-spiky-loss": "--check-for-spiky-loss",
     f"{GOOD} --cuda-graph-impl full_iteration": "--cuda-graph-impl full_iteration",
     f"{GOOD} --softmax-type learnable": "--softmax-type",
-    f"{GOOD} --full-validation": "--full-validation",
-    f"{GOOD} --multiple-validation-sets": "--multiple-validation-sets",
     "--varlen-packing": "needs --calculate-per-token-loss",
     "--varlen-packing-attention torch": "does nothing without --varlen-packing",
     "--varlen-packing-long-documents drop": "does nothing without --varlen-packing",

@@ -30,6 +30,7 @@ from megatron_balance.megatron.packed.stages import reads_tokens
 from megatron_balance.packing.cost import BinCost
 from megatron_balance.packing.cut import cut
 from megatron_balance.packing.documents import Blend, Documents, default_cache_folder
+from megatron_balance.packing.epoch import Epoch
 from megatron_balance.packing.grid import Grid
 from megatron_balance.packing.index import epoch_order
 from megatron_balance.packing.pieces import PieceRule
@@ -39,7 +40,7 @@ from megatron_balance.reporting import stops_on_error
 _SAMPLES = 3  # global batches that the profile is tuned on
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Source:
     """Documents of one data set, and what reads their tokens.
 
@@ -65,17 +66,24 @@ def datasets(num_samples: Sequence[int | None], vp_stage: int | None = None) -> 
     Raises:
         BalanceError: the data cannot be packed.
     """
-    args = get_args()
-    with_tokens = mpu.get_tensor_model_parallel_rank() == 0 and reads_tokens(args, vp_stage)
-    built = []
-    for split, items in zip(Split, num_samples, strict=True):
-        sources = sources_of(split)
-        if not sources or not items:
-            built.append(None)
-            continue
-        readers = [source for source, _ in sources]
-        built.append(PackedDataset(planner_of(split), readers, rule_of(args), items, split, with_tokens))
-    return tuple(built)
+    with_tokens = mpu.get_tensor_model_parallel_rank() == 0 and reads_tokens(get_args(), vp_stage)
+    return tuple(_built(split, items, with_tokens) for split, items in zip(Split, num_samples, strict=True))
+
+
+def _built(split: Split, num_items: int | None, with_tokens: bool) -> Any:
+    """The packed data set of a split, a list of them with ``--multiple-validation-sets``; None where there are no documents."""
+    args, sources = get_args(), sources_of(split)
+    if not sources or num_items == 0:
+        return None
+    readers = [source for source, _ in sources]
+    if num_items is not None:
+        return PackedDataset(planner_of(split), readers, rule_of(args), num_items, split, with_tokens)
+    groups = [(reader,) for reader in readers] if args.multiple_validation_sets else [tuple(readers)]
+    whole = [
+        PackedDataset(epoch := epoch_of(group), group, rule_of(args), epoch.num_bins, split, with_tokens)
+        for group in groups
+    ]
+    return whole if args.multiple_validation_sets else whole[0]
 
 
 datasets.is_distributed = True  # Megatron: build on every rank
@@ -95,6 +103,17 @@ def planner_of(split: Split) -> Planner:
         stored_layout.cursor_to_store[:] = [lambda: planner.cursor(args.consumed_train_samples).to_json()]
         return planner
     return Planner(stream, (0, stream.start), _eval_size(args), placing())
+
+
+@cache
+def epoch_of(sources: tuple[Source, ...]) -> Epoch:
+    """All documents of some data sets, for ``--full-validation``, in equally many bins for each data-parallel rank."""
+    args = get_args()
+    return Epoch.of(
+        Blend.of([source.documents for source in sources]),
+        rule_of(args),
+        args.data_parallel_size * args.micro_batch_size,
+    )
 
 
 @cache

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from megatron_balance.megatron.packed.planner import Planner
+from megatron_balance.packing.epoch import Epoch
 from megatron_balance.packing.pieces import PieceRule
 
 TOKENS, LABELS, POSITIONS, VALID = "tokens", "labels", "position_ids", "loss_mask"
@@ -24,7 +25,13 @@ class PackedDataset(torch.utils.data.Dataset):
     """
 
     def __init__(
-        self, planner: Planner, readers: Sequence[Any], rule: PieceRule, num_items: int, split: Any, with_tokens: bool
+        self,
+        planner: Planner | Epoch,
+        readers: Sequence[Any],
+        rule: PieceRule,
+        num_items: int,
+        split: Any,
+        with_tokens: bool,
     ) -> None:
         """
         Args:
@@ -43,7 +50,7 @@ class PackedDataset(torch.utils.data.Dataset):
         return self.num_items
 
     def __getitem__(self, item: int) -> dict[str, torch.Tensor]:
-        pieces = self.planner.window(item).pieces(item)
+        pieces = self.planner.pieces(item)
         length = self.rule.seq_length
         positions, valid = np.empty(length, dtype=np.int64), np.zeros(length, dtype=np.float32)
         tokens = np.zeros((2, length), dtype=np.int64)

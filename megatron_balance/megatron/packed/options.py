@@ -158,8 +158,6 @@ CONFLICTS = (
         "--softmax-type",
         "attention within sequences has no such softmax here: take vanilla",
     ),
-    Conflict("full_validation", bool, "--full-validation", _LATER),
-    Conflict("multiple_validation_sets", bool, "--multiple-validation-sets", _LATER),
 )
 
 
@@ -173,8 +171,24 @@ def refuse_conflicts(args: Any) -> None:
         value = getattr(args, conflict.name, None)
         if value is not None and conflict.is_set(value):
             raise BalanceError(f"{FLAG} cannot be used with {conflict.flag}: {conflict.reason}")
+    if getattr(args, "full_validation", False):
+        _check_full_validation(args)
     if not getattr(args, "calculate_per_token_loss", False):
         raise BalanceError(
             f"{FLAG} needs --calculate-per-token-loss: micro-batches hold different numbers of labels, and without it the"
             " gradient would depend on which documents share one"
+        )
+
+
+def _check_full_validation(args: Any) -> None:
+    if not args.multiple_validation_sets:
+        raise BalanceError(
+            "--full-validation alone stops at the first evaluation in Megatron itself (up to 0.19: it takes the number of"
+            " iterations for a list): give --multiple-validation-sets, too, and the sets with --valid-data-path"
+        )
+    size = getattr(args, "eval_micro_batch_size", None) or args.micro_batch_size
+    if size is not None and size > 1:
+        raise BalanceError(
+            f"--full-validation evaluates in micro-batches of one sequence, this job's have {size}: give"
+            " --eval-micro-batch-size 1, or --micro-batch-size 1 where this Megatron has no such flag"
         )

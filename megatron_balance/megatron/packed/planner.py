@@ -75,6 +75,10 @@ class Planner:
         self._next = start
         self._kept: OrderedDict[int, Window] = OrderedDict()
 
+    def pieces(self, item: int) -> Pieces:
+        """What item ``item`` holds."""
+        return self.window(item).pieces(item)
+
     def window(self, item: int) -> Window:
         """The global batch that item ``item`` is in."""
         for window in self._kept.values():
