@@ -124,7 +124,7 @@ class Cursor:
 
     @property
     def epochs(self) -> int:
-        """Epochs that every data set has finished."""
+        """Epochs that every data set has finished; documents that give no piece are passed when the next piece is sought."""
         return min(place.epoch for place in self.places)
 
     def to_json(self) -> dict[str, Any]:
@@ -281,13 +281,12 @@ class Stream:
         """
         state, dealt = self._state(cursor), np.zeros(2, np.int64)
         while True:
-            stopped = kernels.deal_pieces(
-                self._reader.window, self._weights, self._rule, least, room, state, dealt, self._out
-            )  # fmt: skip
+            window, out = self._reader.window, self._out
+            stopped = kernels.deal_pieces(window, self._weights, self._rule, least, room, state, dealt, out)
             if stopped == kernels.DEALT:
                 break
             if stopped == kernels.FULL:
-                self._out = np.concatenate([self._out, np.empty_like(self._out)], axis=1)
+                self._out = np.concatenate([out, np.empty_like(out)], axis=1)
             else:
                 self._reader.move(stopped, state[stopped, : kernels.FIRST])
         data_set, document, first, end = self._out[:, : dealt[0]]
