@@ -24,13 +24,15 @@ from megatron.training.utils import get_blend_and_blend_per_split
 from megatron_balance.megatron import stored_layout
 from megatron_balance.megatron.packed import cursors
 from megatron_balance.megatron.packed.items import PackedDataset
+from megatron_balance.megatron.packed.log import COUNT, LOG
 from megatron_balance.megatron.packed.placing import Placing, agreed_cost, agreed_profile, grid_of
 from megatron_balance.megatron.packed.planner import Planner
 from megatron_balance.megatron.packed.stages import reads_tokens
+from megatron_balance.megatron.registry import registry
 from megatron_balance.packing.cost import BinCost
 from megatron_balance.packing.cut import cut
 from megatron_balance.packing.documents import Blend, Documents, default_cache_folder
-from megatron_balance.packing.epoch import Epoch
+from megatron_balance.packing.epoch import Epoch, epoch_pieces
 from megatron_balance.packing.grid import Grid
 from megatron_balance.packing.index import epoch_order
 from megatron_balance.packing.pieces import PieceRule
@@ -66,6 +68,8 @@ def datasets(num_samples: Sequence[int | None], vp_stage: int | None = None) -> 
     Raises:
         BalanceError: the data cannot be packed.
     """
+    registry.apply(LOG)
+    registry.apply(COUNT)
     with_tokens = mpu.get_tensor_model_parallel_rank() == 0 and reads_tokens(get_args(), vp_stage)
     return tuple(_built(split, items, with_tokens) for split, items in zip(Split, num_samples, strict=True))
 
@@ -122,6 +126,19 @@ def stream_of(split: Split) -> Stream:
     args, sources = get_args(), sources_of(split)
     blend = Blend.of([source.documents for source, _ in sources], _weights([weight for _, weight in sources]))
     return Stream(blend, rule_of(args), args.seed, partial(_order, blend, args.seed, cache_folder(args)))
+
+
+def attention_share(args: Any) -> float:
+    """Attention of the documents of an average bin over that of one sequence that fills it: sums of squares.
+
+    To be asked on rank 0 alone, before Megatron has any process group.
+    """
+    rule = rule_of(args)
+    split = next(split for split in Split if sources_of(split))
+    tokens = np.concatenate([epoch_pieces(source.documents, rule).tokens for source, _ in sources_of(split)]).astype(
+        float
+    )
+    return float(tokens @ tokens / (tokens.sum() * rule.seq_length))
 
 
 @cache

@@ -13,7 +13,6 @@ from megatron_balance import cpu
 from megatron_balance.errors import BalanceError
 from megatron_balance.megatron import stored_layout
 from megatron_balance.megatron.packed.attention import attention_hook, chosen
-from megatron_balance.megatron.packed.log import COUNT, LOG
 from megatron_balance.megatron.packed.options import FLAG, TE, PackingOptions, refuse_conflicts
 from megatron_balance.megatron.registry import Hook, registry
 
@@ -38,8 +37,7 @@ def after_globals(args: Any, options: PackingOptions) -> None:
         registry.apply(attention_hook(kind))
     if args.micro_batch_size > 1:
         registry.apply(ROWS)
-    for hook in (stored_layout.SAVE, LOG, COUNT):
-        registry.apply(hook)
+    registry.apply(stored_layout.SAVE)
 
 
 def packs(pretrain: Function) -> Function:
