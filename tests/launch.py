@@ -56,6 +56,7 @@ def launch(
     environment: dict[str, str] | None = None,
     timeout_s: float = 300,
     kill_when: str | None = None,
+    driver: Path = DRIVER,
 ) -> Run:
     """Run `megatron_balance.run` with ``arguments`` and observe it.
 
@@ -65,12 +66,13 @@ def launch(
         script: a checkout's pretrain_gpt.py; None for our own.
         torchrun: False starts a single plain process, as a dry run does.
         kill_when: once the output holds this, all processes are killed as by kill -9.
+        driver: what is started on each rank.
     """
     seen = folder / "seen"
     starter = [sys.executable]
     if torchrun:
         starter += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-    command = [*starter, str(DRIVER), str(seen), "--device", "cpu", *([script] if script else []), *arguments]
+    command = [*starter, str(driver), str(seen), "--device", "cpu", *([script] if script else []), *arguments]
     variables = {**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})}
     folder.mkdir(parents=True, exist_ok=True)
     log = folder / "output.log"

@@ -8,6 +8,8 @@ from typing import Any
 
 from megatron_balance.costs.devices import Device, device_chosen
 from megatron_balance.errors import BalanceError
+from megatron_balance.megatron.packed.options import FLAG as PACKING
+from megatron_balance.megatron.packed.options import add_arguments as add_packing_arguments
 from megatron_balance.planning.flags import (
     ANALYTIC,
     ANY,
@@ -23,7 +25,7 @@ from megatron_balance.planning.flags import (
 
 def given_in(argv: list[str]) -> bool:
     """Whether a command line asks for anything of ours."""
-    return any(argument.startswith(FLAG) for argument in argv)
+    return any(argument.startswith((FLAG, PACKING)) for argument in argv)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -90,6 +92,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         help="Print the plan for WORLD_SIZE processes (default: one model replica), or with --load the layout that a resume"
         " keeps, and exit, in a single process.",
     )
+    add_packing_arguments(group)
     return parser
 
 

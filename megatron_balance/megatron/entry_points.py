@@ -14,6 +14,8 @@ from typing import Any
 from megatron_balance import cpu
 from megatron_balance.errors import BalanceError
 from megatron_balance.megatron.arguments import FLAG, Options, add_arguments, given_in
+from megatron_balance.megatron.packed.options import FLAG as PACKING
+from megatron_balance.megatron.packed.options import PackingOptions
 from megatron_balance.megatron.registry import Hook, registry
 from megatron_balance.reporting import stops_on_error
 
@@ -57,14 +59,18 @@ def _plans_after(set_global_variables: Function) -> Function:
     return set_variables
 
 
-def _passes_through(pretrain: Function) -> Function:
+def _packs(pretrain: Function) -> Function:
     def run(*args: Any, **kwargs: Any) -> Any:
-        return pretrain(*args, **kwargs)
+        if PACKING not in sys.argv:
+            return pretrain(*args, **kwargs)
+        from megatron_balance.megatron.packed import hooks
+
+        return stops_on_error(hooks.packs(pretrain))(*args, **kwargs)
 
     return run
 
 
-# `balanced_pipeline` is imported only where it is asked for: a run without our flags does not load the planner.
+# `balanced_pipeline` and `packed.hooks` are imported only where they are asked for: a run without our flags loads no planner.
 
 
 @stops_on_error
@@ -72,6 +78,10 @@ def _before_validation(args: Any) -> None:
     options = Options.from_args(args)
     if cpu.is_installed() and not (options and options.plans_for_elsewhere):
         cpu.adapt_arguments(args)
+    if PackingOptions.from_args(args):
+        from megatron_balance.megatron.packed import hooks
+
+        hooks.before_validation(args)
     if options:
         from megatron_balance.megatron import balanced_pipeline
 
@@ -88,13 +98,17 @@ def _after_globals(args: Any) -> None:
         from megatron_balance.megatron import stored_layout
 
         stored_layout.check_without_flag(args)
+    if packing := PackingOptions.from_args(args):
+        from megatron_balance.megatron.packed import hooks
+
+        hooks.after_globals(args, packing)
 
 
 HOOKS = (
     Hook("megatron.training.arguments", "add_megatron_arguments", FLAG, "adds our flags", _with_our_arguments),
     Hook("megatron.training.arguments", "validate_args", FLAG, "checks our flags, number of stages", _plans_before),
     Hook("megatron.training.global_vars", "set_global_variables", FLAG, "plans, sets the layout", _plans_after),
-    Hook("megatron.training.training", "pretrain", FLAG, "passes straight through", _passes_through),
+    Hook("megatron.training.training", "pretrain", PACKING, "trains on packed documents", _packs),
 )
 
 

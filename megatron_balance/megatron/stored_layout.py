@@ -7,7 +7,8 @@ other tools, and the sign by which a run without our flag knows a balanced check
 from __future__ import annotations
 
 import inspect
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -196,6 +197,9 @@ def check_without_flag(args: Any) -> None:
 # --- saving -----------------------------------------------------------------------------------------------------------
 
 _said: set[str] = set()
+cursor_to_store: list[
+    Callable[[], dict[str, Any]]
+] = []  # where the documents of the next step begin, if they are packed
 
 
 def _keeps_layout(save_checkpoint: Any) -> Any:
@@ -221,6 +225,8 @@ def _keep(call: dict[str, Any]) -> None:
     stored, path = layout_of_arguments(vars(args)), _file(args, call)
     if stored is None or path is None:
         return
+    if cursor_to_store:
+        stored = replace(stored, packing=cursor_to_store[0]())
     write_atomically(path, stored.to_json())
     _say_once(
         f"megatron-balance: the layout is kept beside each checkpoint ({FILE_NAME}); a resume without {FLAG} needs"

@@ -67,3 +67,7 @@ class Pieces:
     def tokens(self) -> np.ndarray:
         """Inputs, which are as many as labels, int64 of shape [pieces]."""
         return self.end - self.first
+
+    def take(self, which: np.ndarray) -> Pieces:
+        """Some of them, in the order of ``which``."""
+        return Pieces(*(values[which] for values in (self.data_set, self.document, self.first, self.end)))

@@ -1,15 +1,15 @@
 """The layout that a checkpoint was saved with: how it is kept beside the checkpoint, and how Megatron's arguments imply it.
 
-The file is JSON with exactly these keys: `format` ("megatron-balance layout"), `format_version` (1), `layout` (the string for
+The file is JSON with these keys: `format` ("megatron-balance layout"), `format_version` (1), `layout` (the string for
 ``--pipeline-model-parallel-layout``), `layers` (of each stage, in the order of the data), `pipeline_size`, `virtual_size`
-(stages on each rank) and `created_by`.
+(stages on each rank) and `created_by`; and where the job packs documents, `packing`: the cursor of the next global batch.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_balance import __version__, reading
@@ -31,11 +31,13 @@ class StoredLayout:
         layout: layers of each stage; stage ``chunk * pipeline_size + rank`` is chunk ``chunk`` of that rank.
         pipeline_size: pipeline ranks.
         virtual_size: stages on each rank.
+        packing: cursor of the next global batch's documents, as JSON; None without packing.
     """
 
     layout: Layout
     pipeline_size: int
     virtual_size: int
+    packing: Mapping[str, Any] | None = field(default=None, compare=False)
 
     def __str__(self) -> str:
         return str(self.layout)
@@ -56,6 +58,8 @@ class StoredLayout:
             "virtual_size": self.virtual_size,
             "created_by": f"megatron_balance {__version__}",
         }
+        if self.packing is not None:
+            values["packing"] = self.packing
         return json.dumps(values, indent=2) + "\n"
 
     @classmethod
@@ -77,8 +81,11 @@ class StoredLayout:
 
 def _read(values: Mapping[str, Any]) -> StoredLayout:
     reading.check_format(values, _FORMAT, _FORMAT_VERSION, "a stored layout")
+    packing = values.get("packing")
+    reading.checked(packing, "packing", packing is None or isinstance(packing, dict), "a mapping")
     reading.check_keys(
-        values, ("format", "format_version", "layout", "layers", "pipeline_size", "virtual_size", "created_by")
+        {*values} - {"packing"},
+        ("format", "format_version", "layout", "layers", "pipeline_size", "virtual_size", "created_by"),
     )
     reading.text(values["created_by"], "created_by")
     try:
@@ -90,7 +97,7 @@ def _read(values: Mapping[str, Any]) -> StoredLayout:
     reading.checked(len(layout.layers), "the number of stages", len(layout.layers) == sizes[0] * sizes[1], stages)
     expected = list(layout.layers)
     reading.checked(values["layers"], "layers", values["layers"] == expected, f"{expected}, as the layout has them")
-    return StoredLayout(layout, *sizes)
+    return StoredLayout(layout, *sizes, packing)
 
 
 def layout_of_arguments(arguments: Mapping[str, Any]) -> StoredLayout | None:

@@ -1,0 +1,154 @@
+"""Attention within the sequences of a packed micro-batch, where Transformer Engine is not there to compute it.
+
+Stock `DotProductAttention`, the attention of Megatron's local layer specs, refuses packed sequences. It is replaced for these
+alone by torch's own attention, one sequence after the other, or by flash-attn's kernel for all of them at once.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from megatron_balance.errors import BalanceError
+from megatron_balance.megatron.packed.options import AUTO, FLASH, TE, TORCH
+from megatron_balance.megatron.packed.options import FLAG as PACKING
+from megatron_balance.megatron.registry import Hook
+
+FLAG = f"{PACKING}-attention"
+
+Attend = Callable[..., torch.Tensor]
+
+
+def attention_hook(kind: str) -> Hook:
+    """The hook that lets the local layer spec attend within sequences, with ``kind`` (``flash`` or ``torch``)."""
+    attend = _flash if kind == FLASH else _one_by_one
+
+    def wrap(forward: Callable[..., Any]) -> Callable[..., Any]:
+        def attention(
+            self: Any,
+            query: torch.Tensor,
+            key: torch.Tensor,
+            value: torch.Tensor,
+            *args: Any,
+            packed_seq_params: Any = None,
+            **kwargs: Any,
+        ) -> torch.Tensor:
+            if packed_seq_params is None:
+                return forward(self, query, key, value, *args, **kwargs)
+            return attend(self, query, key, value, packed_seq_params).flatten(1)
+
+        return attention
+
+    module = "megatron.core.transformer.dot_product_attention"
+    return Hook(module, "DotProductAttention.forward", FLAG, "attends within each sequence", wrap)
+
+
+def chosen(asked: str, implementation: str, on_gpu: bool) -> str:
+    """The attention that is used: ``te``, ``flash`` or ``torch``.
+
+    Args:
+        asked: value of the flag.
+        implementation: Megatron's ``--transformer-impl``, after the CPU runtime has had its say.
+        on_gpu: whether the job trains on GPUs.
+
+    Raises:
+        BalanceError: what was asked for cannot be had here.
+    """
+    engine = implementation == "transformer_engine"
+    has_flash = importlib.util.find_spec("flash_attn") is not None
+    if asked == AUTO:
+        return TE if engine else FLASH if has_flash and on_gpu else TORCH
+    if asked == TE and not engine:
+        raise BalanceError(
+            f"{FLAG} {TE} needs the layers of Transformer Engine, but this job has --transformer-impl {implementation}:"
+            f" change that, or give {TORCH}" + (f" or {FLASH}" if on_gpu else "")
+        )
+    if asked != TE and engine:
+        raise BalanceError(
+            f"{FLAG} {asked} is for the local layers, this job has Transformer Engine's, which attend within sequences"
+            f" themselves: give --transformer-impl local, or leave {FLAG} out"
+        )
+    if asked == FLASH and not (has_flash and on_gpu):
+        lack = "the package flash-attn, which is not installed" if on_gpu else "a GPU"
+        raise BalanceError(f"{FLAG} {FLASH} needs {lack}: give {TORCH}")
+    return asked
+
+
+def _one_by_one(module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packed: Any) -> torch.Tensor:
+    """Torch's attention for each sequence.
+
+    Args:
+        query, key, value: shape [tokens, heads, head size]; fewer heads of keys and values with grouped queries.
+
+    Returns:
+        Shape [tokens, heads, value's head size].
+    """
+    groups = query.size(1) // key.size(1)
+    if groups > 1:
+        key, value = (each.repeat_interleave(groups, dim=1) for each in (key, value))
+    lengths = _lengths(packed)
+    parts = [
+        _attend(module, *(each.transpose(0, 1).unsqueeze(0) for each in sequence))
+        for sequence in zip(query.split(lengths), key.split(lengths), value.split(lengths), strict=True)
+    ]
+    return torch.cat(parts, dim=2).squeeze(0).transpose(0, 1)
+
+
+def _attend(module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """Causal attention of one sequence, shape [1, heads, tokens, head size]."""
+    tokens, window = query.size(2), _window(module)
+    mask = None
+    if window is not None and window < tokens:
+        ones = torch.ones(tokens, tokens, dtype=torch.bool, device=query.device)
+        mask = ones.tril().triu(1 - window)
+    return F.scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        attn_mask=mask,
+        dropout_p=module.attention_dropout.p if module.training else 0.0,
+        is_causal=mask is None,
+        scale=_scale(module),
+    )
+
+
+def _flash(module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packed: Any) -> torch.Tensor:
+    """flash-attn's kernel for sequences of different lengths."""
+    from flash_attn import flash_attn_varlen_func
+
+    window = _window(module)
+    return flash_attn_varlen_func(
+        query,
+        key,
+        value,
+        packed.cu_seqlens_q,
+        packed.cu_seqlens_kv,
+        packed.max_seqlen_q,
+        packed.max_seqlen_kv,
+        dropout_p=module.attention_dropout.p if module.training else 0.0,
+        softmax_scale=_scale(module),
+        causal=True,
+        window_size=(-1, -1) if window is None else (window - 1, 0),
+    )
+
+
+def _window(module: Any) -> int | None:
+    """Tokens that one looks at, itself among them; None where it looks at all before it."""
+    size = getattr(module.scale_mask_softmax, "window_size", None)  # of this layer, where a model alternates
+    return None if size is None else size[0] + 1
+
+
+def _scale(module: Any) -> float:
+    return module.softmax_scale * (module.scale_mask_softmax.scale or 1.0)  # the two parts of query-key layer scaling
+
+
+def _lengths(packed: Any) -> list[int]:
+    """Tokens of each sequence; kept with the bounds, as every layer asks, and a GPU would have to be waited for."""
+    if (lengths := getattr(packed, "lengths", None)) is None:
+        lengths = packed.cu_seqlens_q.diff().tolist()
+        packed.lengths = lengths
+    return lengths

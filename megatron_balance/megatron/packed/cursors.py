@@ -1,0 +1,37 @@
+"""Where the documents of the next global batch begin: kept beside every checkpoint, read when one is resumed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron_balance.errors import BalanceError
+from megatron_balance.megatron.found_checkpoint import loads, text_beside
+from megatron_balance.packing.stream import Cursor, Stream
+from megatron_balance.pipeline.stored import StoredLayout
+from megatron_balance.reading import DamageError
+
+
+def start(args: Any, stream: Stream) -> tuple[int, Cursor]:
+    """The item that training begins with, and where its global batch begins.
+
+    Raises:
+        BalanceError: a checkpoint is resumed in the middle of training that says nothing of this, or is of other data.
+    """
+    item = args.consumed_train_samples
+    if item == 0 or not loads(args):
+        return item, stream.start
+    text = text_beside(args)
+    packing = (
+        None if text is None else StoredLayout.from_json(text, f"the file beside the checkpoint in {args.load}").packing
+    )
+    if packing is None:
+        raise BalanceError(
+            f"the checkpoint in {args.load} has seen {item} samples, but was not trained with --varlen-packing: which documents it"
+            " has seen cannot be told. Give --finetune to begin with the first document, or leave --varlen-packing out"
+        )
+    try:
+        cursor = Cursor.from_json(packing)
+    except DamageError as damage:
+        raise BalanceError(f"the place in the data stored beside the checkpoint in {args.load} {damage}") from damage
+    stream.check(cursor)
+    return item, cursor

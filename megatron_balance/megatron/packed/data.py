@@ -1,0 +1,241 @@
+"""The data sets of a packed job: the documents of its splits, as Megatron's command line names them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from megatron.core import mpu, num_microbatches_calculator
+from megatron.core.datasets.blended_megatron_dataset_config import (
+    convert_split_vector_to_split_matrix,
+    parse_and_normalize_split,
+)
+from megatron.core.datasets.gpt_dataset import MockGPTLowLevelDataset
+from megatron.core.datasets.indexed_dataset import IndexedDataset
+from megatron.core.datasets.utils import Split
+from megatron.training import get_args, get_tokenizer
+from megatron.training.utils import get_blend_and_blend_per_split
+
+from megatron_balance.megatron import stored_layout
+from megatron_balance.megatron.packed import cursors
+from megatron_balance.megatron.packed.greeting import greeting
+from megatron_balance.megatron.packed.items import PackedDataset
+from megatron_balance.megatron.packed.log import COUNT, LOG
+from megatron_balance.megatron.packed.placing import Placing, agreed_cost, agreed_profile, grid_of
+from megatron_balance.megatron.packed.planner import Planner
+from megatron_balance.megatron.packed.stages import reads_tokens
+from megatron_balance.megatron.registry import registry
+from megatron_balance.packing.cost import BinCost
+from megatron_balance.packing.cut import GlobalBatch, batches
+from megatron_balance.packing.documents import Blend, Documents, default_cache_folder
+from megatron_balance.packing.epoch import Epoch, epoch_pieces
+from megatron_balance.packing.grid import Grid
+from megatron_balance.packing.index import epoch_order
+from megatron_balance.packing.pieces import PieceRule
+from megatron_balance.packing.stream import Stream
+from megatron_balance.reporting import global_rank, say, stops_on_error
+
+_SAMPLES = 3  # global batches that the profile is tuned on
+
+
+@dataclass(frozen=True, eq=False)
+class Source:
+    """Documents of one data set, and what reads their tokens.
+
+    Attributes:
+        documents: their lengths.
+        data: Megatron's low-level data set.
+        first: number there of the first of them.
+    """
+
+    documents: Documents
+    data: Any
+    first: int
+
+    def get(self, document: int, offset: int, length: int) -> np.ndarray:
+        """``length`` tokens of a document from ``offset`` on."""
+        return self.data.get(self.first + document, offset, length)
+
+
+@stops_on_error
+def datasets(num_samples: Sequence[int | None], vp_stage: int | None = None) -> tuple[Any, Any, Any]:
+    """Train, validation and test data set of this rank, for Megatron's `pretrain`; ``num_samples`` holds the items of each.
+
+    Raises:
+        BalanceError: the data cannot be packed.
+    """
+    _say_greeting()
+    registry.apply(LOG)
+    registry.apply(COUNT)
+    with_tokens = mpu.get_tensor_model_parallel_rank() == 0 and reads_tokens(get_args(), vp_stage)
+    return tuple(_built(split, items, with_tokens) for split, items in zip(Split, num_samples, strict=True))
+
+
+def _built(split: Split, num_items: int | None, with_tokens: bool) -> Any:
+    """The packed data set of a split, a list of them with ``--multiple-validation-sets``; None where there are no documents."""
+    args, sources = get_args(), sources_of(split)
+    if not sources or num_items == 0:
+        return None
+    readers = [source for source, _ in sources]
+    if num_items is not None:
+        return PackedDataset(planner_of(split), readers, rule_of(args), num_items, split, with_tokens)
+    groups = [(reader,) for reader in readers] if args.multiple_validation_sets else [tuple(readers)]
+    whole = [
+        PackedDataset(epoch := epoch_of(group), group, rule_of(args), epoch.num_bins, split, with_tokens)
+        for group in groups
+    ]
+    return whole if args.multiple_validation_sets else whole[0]
+
+
+datasets.is_distributed = True  # Megatron: build on every rank
+
+
+def rule_of(args: Any) -> PieceRule:
+    """How documents become pieces. Tensor-parallel ranks that share out a sequence's tokens need no alignment: bins are padded."""
+    return PieceRule(args.seq_length, 1, args.varlen_packing_long_documents or "split")
+
+
+@cache
+def planner_of(split: Split) -> Planner:
+    """The one planner of a split in this process."""
+    args, stream = get_args(), stream_of(split)
+    if split == Split.train:
+        planner = Planner(stream, cursors.start(args, stream), _train_size(), placing())
+        stored_layout.cursor_to_store[:] = [lambda: planner.cursor(args.consumed_train_samples).to_json()]
+        return planner
+    return Planner(stream, (0, stream.start), _eval_size(args), placing())
+
+
+@cache
+def epoch_of(sources: tuple[Source, ...]) -> Epoch:
+    """All documents of some data sets, for ``--full-validation``, in equally many bins for each data-parallel rank."""
+    args = get_args()
+    return Epoch.of(
+        Blend.of([source.documents for source in sources]),
+        rule_of(args),
+        args.data_parallel_size * args.micro_batch_size,
+    )
+
+
+@cache
+def stream_of(split: Split) -> Stream:
+    """The pieces of a split's documents."""
+    args, sources = get_args(), sources_of(split)
+    blend = Blend.of([source.documents for source, _ in sources], _weights([weight for _, weight in sources]))
+    return Stream(blend, rule_of(args), args.seed, partial(_order, blend, args.seed, cache_folder(args)))
+
+
+def attention_share(args: Any) -> float:
+    """Attention of the documents of an average bin over that of one sequence that fills it: sums of squares.
+
+    To be asked on rank 0 alone, before Megatron has any process group.
+    """
+    rule = rule_of(args)
+    split = next(split for split in Split if sources_of(split))
+    tokens = np.concatenate([epoch_pieces(source.documents, rule).tokens for source, _ in sources_of(split)]).astype(
+        float
+    )
+    return float(tokens @ tokens / (tokens.sum() * rule.seq_length))
+
+
+@cache
+def placing() -> Placing:
+    """How global batches are placed, by costs and a profile that rank 0 chooses."""
+    args = get_args()
+    rule = rule_of(args)
+    grid = grid_of(args, args.global_batch_size // (args.micro_batch_size * args.data_parallel_size))
+    cost = BinCost(agreed_cost(args, grid), args.seq_length)
+    split = next(split for split in Split if sources_of(split))
+
+    def samples() -> list[np.ndarray]:
+        return [batch.pieces.tokens for batch in _samples(stream_of(split), grid)]
+
+    return Placing(grid, rule, cost, agreed_profile(samples, cost, rule, grid, cache_folder(args)))
+
+
+def _samples(stream: Stream, grid: Grid) -> list[GlobalBatch]:
+    """The first global batches."""
+    return list(batches(stream, stream.start, [grid.num_bins] * _SAMPLES))
+
+
+@cache
+def _say_greeting() -> None:
+    if global_rank() == 0 and sources_of(Split.train) and not get_args().skip_train:
+        stream, how = stream_of(Split.train), placing()
+        say(greeting(stream.blend, _samples(stream, how.grid), how))
+
+
+def cache_folder(args: Any) -> Path | None:
+    """Where orders and profiles are kept: as Megatron's own indices, beside the data unless told otherwise."""
+    if args.data_cache_path is not None:
+        return Path(args.data_cache_path)
+    source, _ = next(filter(None, map(sources_of, Split)))[0]
+    return None if args.mock_data else default_cache_folder(source.documents)
+
+
+def _weights(weights: Sequence[float | None]) -> Sequence[float] | None:
+    return None if None in weights else weights
+
+
+def _order(blend: Blend, seed: int, folder: str | None, place: int, epoch: int) -> np.ndarray:
+    return epoch_order(blend.data_sets[place], seed, place, epoch, folder)
+
+
+@cache
+def sources_of(split: Split) -> tuple[tuple[Source, float | None], ...]:
+    """The data sets of a split with their weights (None: by their tokens); empty where there are none."""
+    args = get_args()
+    if args.mock_data:
+        found = [(None, None)]
+        whole = False
+    else:
+        blend, per_split = get_blend_and_blend_per_split(args)
+        whole = blend is None
+        blend = per_split[split.value] if whole else blend
+        if blend is None:
+            return ()
+        prefixes, weights = blend
+        found = list(zip(prefixes, weights or [None] * len(prefixes), strict=True))
+    part = (0.0, 1.0) if whole else _split_matrix(args)[split.value]
+    if part is None:
+        return ()
+    return tuple((_source(prefix, part), weight) for prefix, weight in found)
+
+
+def _split_matrix(args: Any) -> list[tuple[float, float] | None]:
+    vector = parse_and_normalize_split(args.split or "969, 30, 1")
+    return convert_split_vector_to_split_matrix(vector)
+
+
+def _source(prefix: str | None, part: tuple[float, float]) -> Source:
+    data, name = _low_level(prefix), prefix or "mock data"
+    documents = len(data.sequence_lengths)
+    first, stop = (round(share * float(documents)) for share in part)  # as Megatron's builder rounds
+    return Source(Documents.of(name, np.asarray(data.sequence_lengths)[first:stop]), data, first)
+
+
+@cache
+def _low_level(prefix: str | None) -> Any:
+    if prefix is None:
+        return MockGPTLowLevelDataset(get_tokenizer())
+    return IndexedDataset(prefix, multimodal=False, mmap=get_args().mmap_bin_files)
+
+
+def _train_size() -> Callable[[int], int]:
+    """Bins of the global batch that begins with an item, by Megatron's own rule, ramp-up and steps included."""
+    calculator = copy.deepcopy(num_microbatches_calculator._GLOBAL_NUM_MICROBATCHES_CALCULATOR)
+
+    def size(item: int) -> int:
+        calculator.update(item, consistency_check=False)
+        return calculator.get_current_running_global_batch_size()
+
+    return size
+
+
+def _eval_size(args: Any) -> Callable[[int], int]:
+    return lambda item: getattr(args, "eval_global_batch_size", None) or args.global_batch_size

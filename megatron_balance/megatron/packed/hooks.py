@@ -1,0 +1,104 @@
+"""What `--varlen-packing` puts in Megatron's way: checks, its own data sets and forward step, and what is logged."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from megatron_balance import cpu
+from megatron_balance.errors import BalanceError
+from megatron_balance.megatron import stored_layout
+from megatron_balance.megatron.packed.attention import attention_hook, chosen
+from megatron_balance.megatron.packed.options import FLAG, TE, PackingOptions, refuse_conflicts
+from megatron_balance.megatron.registry import Hook, registry
+
+Function = Callable[..., Any]
+
+
+def before_validation(args: Any) -> None:
+    """Refuse what packing cannot go with, on the arguments as they were given.
+
+    Raises:
+        BalanceError: says why.
+    """
+    refuse_conflicts(args)
+    args.create_attention_mask_in_dataloader = False  # a mask of seq_length^2 that nothing would read
+
+
+def after_globals(args: Any, options: PackingOptions) -> None:
+    """Choose the attention, and have checkpoints keep the place in the data."""
+    on_gpu = torch.cuda.is_available() and not cpu.is_installed()
+    kind = chosen(options.attention, args.transformer_impl, on_gpu)
+    if kind != TE:
+        registry.apply(attention_hook(kind))
+    if args.micro_batch_size > 1:
+        registry.apply(ROWS)
+    registry.apply(stored_layout.SAVE)
+
+
+def packs(pretrain: Function) -> Function:
+    """`pretrain` with our data sets and forward step in place of the script's.
+
+    Raises:
+        BalanceError: this Megatron's `pretrain` takes them under other names, or the script has no `loss_func`.
+    """
+    signature = inspect.signature(pretrain)
+
+    @functools.wraps(pretrain)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        from megatron_balance.megatron.packed.data import datasets
+        from megatron_balance.megatron.packed.step import forward_step_with
+
+        call = signature.bind(*args, **kwargs)
+        for name in ("train_valid_test_dataset_provider", "forward_step_func"):
+            if name not in call.arguments:
+                raise BalanceError(f"{FLAG} needs pretrain's argument {name}, which this Megatron does not have")
+        loss_func = _loss_func(call.arguments["forward_step_func"])
+        call.arguments["train_valid_test_dataset_provider"] = datasets
+        call.arguments["forward_step_func"] = forward_step_with(loss_func)
+        return pretrain(*call.args, **call.kwargs)
+
+    return run
+
+
+def _loss_func(forward_step: Function) -> Function:
+    """The `loss_func` of the script that `forward_step` is in."""
+    function = inspect.unwrap(forward_step)
+    while isinstance(function, functools.partial):
+        function = function.func
+    loss_func = getattr(function, "__globals__", {}).get("loss_func")
+    if loss_func is None:
+        raise BalanceError(
+            f"{FLAG} keeps the training script's own loss, but the file of its forward step has no function loss_func: name it so"
+        )
+    return loss_func
+
+
+def _in_one_row(get_forward_backward_func: Function) -> Function:
+    """Schedules whose transfers have the shape of a packed micro-batch: its sequences in one row."""
+
+    def get(*args: Any, **kwargs: Any) -> Function:
+        run = get_forward_backward_func(*args, **kwargs)
+
+        @functools.wraps(run)
+        def run_in_rows(*args: Any, **kwargs: Any) -> Any:
+            kwargs["seq_length"] *= kwargs["micro_batch_size"]
+            kwargs["micro_batch_size"] = 1
+            return run(*args, **kwargs)
+
+        return run_in_rows
+
+    return get
+
+
+ROWS = Hook(
+    "megatron.core.pipeline_parallel.schedules",
+    "get_forward_backward_func",
+    FLAG,
+    "sends a micro-batch of several bins as one row",
+    _in_one_row,
+)

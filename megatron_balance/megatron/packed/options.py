@@ -1,0 +1,194 @@
+"""The flags of `--varlen-packing`, and what cannot go with it."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_balance.errors import BalanceError
+from megatron_balance.packing.pieces import LONG_DOCUMENTS, SPLIT
+
+FLAG = "--varlen-packing"
+AUTO, TE, FLASH, TORCH = "auto", "te", "flash", "torch"
+ATTENTIONS = (AUTO, TE, FLASH, TORCH)
+
+
+@dataclass(frozen=True)
+class PackingOptions:
+    """Our flags.
+
+    Attributes:
+        long_documents: what happens to a document that is longer than a bin.
+        attention: what attends within the sequences.
+    """
+
+    long_documents: str
+    attention: str
+
+    @classmethod
+    def from_args(cls, args: Any) -> PackingOptions | None:
+        """The options of parsed arguments; None when packing is not asked for.
+
+        Raises:
+            BalanceError: an option is given without the flag that it belongs to.
+        """
+        given = {name: getattr(args, f"varlen_packing_{name}", None) for name in ("long_documents", "attention")}
+        if not getattr(args, "varlen_packing", False):
+            for name, value in given.items():
+                if value is not None:
+                    raise BalanceError(
+                        f"{FLAG}-{name.replace('_', '-')} does nothing without {FLAG}: add it or leave both out"
+                    )
+            return None
+        return cls(given["long_documents"] or SPLIT, given["attention"] or AUTO)
+
+
+def add_arguments(group: argparse._ArgumentGroup) -> None:
+    """Add the flags to Megatron's parser."""
+    group.add_argument(
+        FLAG,
+        action="store_true",
+        help="Train on bins of whole documents instead of text chopped at every sequence length: each document attends to itself"
+        " alone, and each global batch's documents are placed so that ranks and micro-batches take equally long. Needs"
+        " --calculate-per-token-loss.",
+    )
+    group.add_argument(
+        f"{FLAG}-long-documents",
+        choices=LONG_DOCUMENTS,
+        help="Documents longer than --seq-length: split them into bins and a rest (the default), truncate or drop them.",
+    )
+    group.add_argument(
+        f"{FLAG}-attention",
+        choices=ATTENTIONS,
+        help="What attends within the documents: Transformer Engine's layers, or for local layers flash-attn's kernel or torch."
+        " Default: Transformer Engine where its layers are used, else flash-attn on a GPU where it is installed, else torch.",
+    )
+
+
+@dataclass(frozen=True)
+class Conflict:
+    """An argument of Megatron's that packing cannot go with.
+
+    Attributes:
+        name: of the argument.
+        is_set: whether its value is one that clashes.
+        flag: as the user typed it.
+        reason: why, and what to do.
+    """
+
+    name: str
+    is_set: Callable[[Any], bool]
+    flag: str
+    reason: str
+
+
+def _one_of(*values: Any) -> Callable[[Any], bool]:
+    return lambda value: bool({*value} & {*values}) if isinstance(value, list | tuple) else value in values
+
+
+def _above_one(value: Any) -> bool:
+    return value is not None and value > 1
+
+
+_OWN_BOUNDS = "the bounds of documents come from the index, not from end-of-document tokens: leave it out"
+_OTHER_PACKER = "it packs by a rule of its own: leave one of the two out"
+_FIXED_ITEMS = "every item has its place in a global batch that is planned as a whole: leave it out"
+_LATER = "packing does not do this yet"
+
+CONFLICTS = (
+    Conflict("reset_position_ids", bool, "--reset-position-ids", _OWN_BOUNDS),
+    Conflict("reset_attention_mask", bool, "--reset-attention-mask", _OWN_BOUNDS),
+    Conflict("dataloader_inter_document_masking", bool, "--dataloader-inter-document-masking", _OTHER_PACKER),
+    Conflict("hybrid_context_parallel", bool, "--hybrid-context-parallel", _OTHER_PACKER),
+    Conflict("dynamic_context_parallel", bool, "--dynamic-context-parallel", _OTHER_PACKER),
+    Conflict("sequence_packing_scheduler", bool, "--sequence-packing-scheduler", _OTHER_PACKER),
+    Conflict("sft", bool, "--sft", _LATER),
+    Conflict("fim_data", bool, "--fim-data", "it rewrites documents to other lengths: leave one of the two out"),
+    Conflict(
+        "retro_add_retriever", bool, "--retro-add-retriever", "it reads neighbours of chopped chunks: leave it out"
+    ),
+    Conflict("context_parallel_size", _above_one, "--context-parallel-size above 1", _LATER),
+    Conflict("mtp_num_layers", bool, "--mtp-num-layers", _LATER),
+    Conflict("hybrid_layer_pattern", bool, "--hybrid-layer-pattern", _LATER),
+    Conflict("hybrid_override_pattern", bool, "--hybrid-override-pattern", _LATER),
+    Conflict(
+        "moe_router_load_balancing_type",
+        _one_of("seq_aux_loss"),
+        "--moe-router-load-balancing-type seq_aux_loss",
+        "this loss is over sequences, and depends on which documents share one: take aux_loss or another",
+    ),
+    Conflict(
+        "overlap_moe_expert_parallel_comm",
+        bool,
+        "--overlap-moe-expert-parallel-comm",
+        "Megatron's schedule plan does not pass the bounds of sequences on: leave it out",
+    ),
+    Conflict(
+        "dataloader_type",
+        _one_of("cyclic", "external"),
+        "--dataloader-type cyclic|external",
+        f"{_FIXED_ITEMS} (single)",
+    ),
+    Conflict("decrease_batch_size_if_needed", bool, "--decrease-batch-size-if-needed", _FIXED_ITEMS),
+    Conflict("phase_transition_iterations", bool, "--phase-transition-iterations", _FIXED_ITEMS),
+    Conflict("iterations_to_skip", bool, "--iterations-to-skip", _FIXED_ITEMS),
+    Conflict(
+        "check_for_spiky_loss",
+        bool,
+        "--check-for-spiky-loss",
+        "it compares sums over micro-batches, which hold different numbers of labels: leave it out",
+    ),
+    Conflict(
+        "cuda_graph_impl",
+        _one_of("full_iteration"),
+        "--cuda-graph-impl full_iteration",
+        "a graph of the whole iteration keeps the first batch's bounds: take another",
+    ),
+    Conflict(
+        "cuda_graph_scope",
+        _one_of("full_iteration"),
+        "--cuda-graph-scope full_iteration",
+        "a graph of the whole iteration keeps the first batch's bounds: take another",
+    ),
+    Conflict(
+        "softmax_type",
+        _one_of("off-by-one", "learnable"),
+        "--softmax-type",
+        "attention within sequences has no such softmax here: take vanilla",
+    ),
+)
+
+
+def refuse_conflicts(args: Any) -> None:
+    """Refuse what packing cannot go with.
+
+    Raises:
+        BalanceError: names the argument and says why.
+    """
+    for conflict in CONFLICTS:
+        value = getattr(args, conflict.name, None)
+        if value is not None and conflict.is_set(value):
+            raise BalanceError(f"{FLAG} cannot be used with {conflict.flag}: {conflict.reason}")
+    if getattr(args, "full_validation", False):
+        _check_full_validation(args)
+    if not getattr(args, "calculate_per_token_loss", False):
+        raise BalanceError(
+            f"{FLAG} needs --calculate-per-token-loss: micro-batches hold different numbers of labels, and without it the"
+            " gradient would depend on which documents share one"
+        )
+
+
+def _check_full_validation(args: Any) -> None:
+    if not args.multiple_validation_sets:
+        raise BalanceError(
+            "--full-validation alone stops at the first evaluation in Megatron itself (up to 0.19: it takes the number of"
+            " iterations for a list): give --multiple-validation-sets, too, and the sets with --valid-data-path"
+        )
+    size = getattr(args, "eval_micro_batch_size", None) or args.micro_batch_size
+    if size is not None and size > 1:
+        raise BalanceError(
+            f"--full-validation evaluates in micro-batches of one sequence, this job's have {size}: give"
+            " --eval-micro-batch-size 1, or --micro-batch-size 1 where this Megatron has no such flag"
+        )

@@ -1,0 +1,95 @@
+"""Where the documents of each global batch go: the costs and the profile that all ranks place by."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import astuple, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron_balance.costs.analytic import analytic_table
+from megatron_balance.megatron.agreement import decide_on_rank_0
+from megatron_balance.megatron.arguments import Options
+from megatron_balance.megatron.job_costs import device_here, device_of_job, table_of_job
+from megatron_balance.model import ModelSpec
+from megatron_balance.packing.cost import BinCost, SequenceCost
+from megatron_balance.packing.cut import GlobalBatch
+from megatron_balance.packing.grid import Grid
+from megatron_balance.packing.pieces import PieceRule
+from megatron_balance.packing.placement import Placement, place
+from megatron_balance.packing.profile import Profile, from_json, load_or_tune, to_json
+from megatron_balance.topology import Topology
+
+_KEY = "job"  # of the profile, between ranks
+
+
+@dataclass(frozen=True)
+class Placing:
+    """Places global batches of any size for the ranks of a job."""
+
+    grid: Grid
+    rule: PieceRule
+    cost: BinCost
+    profile: Profile
+
+    def __call__(self, batch: GlobalBatch) -> Placement:
+        grid = self.grid_of(batch.num_bins)
+        return place(batch.pieces.tokens, self.cost, self.rule, grid, self.profile, batch.bins)
+
+    def grid_of(self, num_bins: int) -> Grid:
+        """The grid of a global batch of ``num_bins`` bins, which a ramp-up may make smaller."""
+        topology = self.grid.topology
+        microbatches = num_bins // (topology.data_size * topology.micro_batch_size)
+        return replace(self.grid, topology=replace(topology, num_microbatches=microbatches))
+
+
+def agreed_cost(args: Any, grid: Grid) -> SequenceCost:
+    """What a sequence costs by rank 0, on all ranks: they must not place by costs of different devices.
+
+    With ``--balanced-pipeline`` from the costs that the split is planned on, else estimated.
+    """
+
+    def find() -> str:
+        model, topology, options = ModelSpec.from_arguments(vars(args)), grid.topology, Options.from_args(args)
+        device = device_here() if options is None else device_of_job(options)
+        table = (
+            analytic_table(model, topology, device) if options is None else table_of_job(args, options, model, topology)
+        )
+        of_device = device if table.kind == "analytic" else None
+        return json.dumps(astuple(SequenceCost.of_table(table, model, topology, of_device)))
+
+    linear, quadratic = json.loads(decide_on_rank_0("packing cost", find))
+    return SequenceCost(tuple(linear), tuple(tuple(each) for each in quadratic))
+
+
+def agreed_profile(
+    samples: Callable[[], Sequence[np.ndarray]], cost: BinCost, rule: PieceRule, grid: Grid, folder: Path | None
+) -> Profile:
+    """Rank 0's profile, on all ranks: found in ``folder``, or tuned on ``samples``, the tokens of some global batches' pieces.
+
+    Ranks that placed by different profiles would train on some documents twice and never on others.
+    """
+
+    def find() -> str:
+        return to_json(load_or_tune(folder, samples(), cost, rule, grid), _KEY)
+
+    return from_json(decide_on_rank_0("packing profile", find), _KEY)
+
+
+def grid_of(args: Any, num_microbatches: int) -> Grid:
+    """The grid of a job's global batches."""
+    experts = getattr(args, "expert_model_parallel_size", 1) * (getattr(args, "expert_tensor_parallel_size", 1) or 1)
+    topology = Topology(
+        pipeline_size=args.pipeline_model_parallel_size,
+        num_microbatches=num_microbatches,
+        virtual_size=args.virtual_pipeline_model_parallel_size or 1,
+        micro_batch_size=args.micro_batch_size,
+        tensor_size=args.tensor_model_parallel_size,
+        context_size=args.context_parallel_size,
+        data_size=args.data_parallel_size,
+        microbatch_group_size=getattr(args, "microbatch_group_size_per_vp_stage", None),
+    )
+    return Grid(topology, max(1, experts // (topology.tensor_size * topology.context_size)))

@@ -1,0 +1,61 @@
+"""All documents of some data sets, each once, in as few bins as can be: what evaluation on a whole data set runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from megatron_balance.packing.baselines import first_fit_bins
+from megatron_balance.packing.documents import Blend, Documents
+from megatron_balance.packing.pieces import DROP, SPLIT, PieceRule, Pieces
+
+
+@dataclass(frozen=True, eq=False)
+class Epoch:
+    """One epoch of every data set, first-fit-decreasing.
+
+    Attributes:
+        every: its pieces.
+        bins: bin of each, int32 of shape [pieces].
+        num_bins: rounded up to what the ranks can share evenly; the bins beyond those needed are empty.
+    """
+
+    every: Pieces
+    bins: np.ndarray
+    num_bins: int
+
+    @classmethod
+    def of(cls, blend: Blend, rule: PieceRule, multiple: int = 1) -> Epoch:
+        """The epoch of a blend, whatever its weights, in a multiple of so many bins."""
+        parts = [epoch_pieces(documents, rule, number) for number, documents in enumerate(blend.data_sets)]
+        names = ("data_set", "document", "first", "end")
+        every = Pieces(*(np.concatenate([getattr(part, name) for part in parts]) for name in names))
+        bins = first_fit_bins(rule.room(every.tokens), rule.seq_length)
+        return cls(every, bins, -(-(int(bins.max()) + 1) // multiple) * multiple)
+
+    @cached_property
+    def _by_bin(self) -> tuple[np.ndarray, np.ndarray]:
+        order = np.argsort(self.bins, kind="stable")
+        return order, np.searchsorted(self.bins[order], np.arange(self.num_bins + 1))
+
+    def pieces(self, item: int) -> Pieces:
+        """What bin ``item`` holds."""
+        order, starts = self._by_bin
+        return self.every.take(order[starts[item] : starts[item + 1]])
+
+
+def epoch_pieces(documents: Documents, rule: PieceRule, data_set: int = 0) -> Pieces:
+    """The pieces of a data set's documents, in their own order."""
+    labels = np.maximum(np.asarray(documents.lengths, dtype=np.int64) - 1, 0)
+    capacity = rule.seq_length
+    if rule.long_documents == DROP:
+        labels[labels > capacity] = 0
+    elif rule.long_documents != SPLIT:
+        labels = np.minimum(labels, capacity)
+    counts = -(-labels // capacity)
+    document = np.repeat(np.arange(labels.size), counts)
+    first = (np.arange(document.size) - np.repeat(np.cumsum(counts) - counts, counts)) * capacity
+    end = np.minimum(first + capacity, labels[document])
+    return Pieces(np.full(document.size, data_set, np.int16), document, first, end)

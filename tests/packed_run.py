@@ -1,0 +1,51 @@
+"""As `observed_run.py`, and writes what each rank's last stage was fed: FOLDER, then the arguments of `megatron_balance.run`.
+
+``fed-<rank>.jsonl`` gets a line for each micro-batch of a training step: the step, and the inputs and labels of each sequence
+of it that has labels. A line is complete before the step ends.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+from megatron_balance import run
+from megatron_balance.megatron.observer import observe
+
+folder, *arguments = sys.argv[1:]
+
+
+def ready() -> None:
+    import torch
+
+    from megatron_balance.megatron.packed import step
+    from megatron_balance.reporting import global_rank
+
+    observe(folder)
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    next_batch, file = step.next_batch, (Path(folder) / f"fed-{global_rank()}.jsonl").open("w")
+
+    def seen(*args, **kwargs):
+        from megatron.core import mpu
+        from megatron.training import get_args
+
+        batch = next_batch(*args, **kwargs)
+        last = mpu.is_pipeline_last_stage(ignore_virtual=True) and batch.labels is not None
+        if last and torch.is_grad_enabled() and mpu.get_tensor_model_parallel_rank() == 0:
+            lines = zip(
+                *(
+                    [part.tolist() for part in row[0].split(batch.packed.lengths)]
+                    for row in (batch.tokens, batch.labels, batch.loss_mask)
+                ),
+                strict=True,
+            )
+            pieces = [
+                [tokens[: int(sum(mask))], labels[: int(sum(mask))]] for tokens, labels, mask in lines if any(mask)
+            ]
+            file.write(json.dumps([get_args().consumed_train_samples, pieces]) + "\n")
+            file.flush()
+        return batch
+
+    step.next_batch = seen
+
+
+run.main(arguments, ready=ready)

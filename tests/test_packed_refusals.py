@@ -1,0 +1,58 @@
+"""What `--varlen-packing` cannot go with is refused with the reason, on real command lines."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+GOOD = "--varlen-packing --calculate-per-token-loss"
+REFUSED = {
+    f"{GOOD} --reset-position-ids": "--reset-position-ids",
+    f"{GOOD} --reset-attention-mask": "--reset-attention-mask",
+    f"{GOOD} --dataloader-inter-document-masking": "--dataloader-inter-document-masking",
+    f"{GOOD} --hybrid-context-parallel": "--hybrid-context-parallel",
+    f"{GOOD} --sft": "--sft",
+    f"{GOOD} --fim-data": "--fim-data",
+    f"{GOOD} --retro-add-retriever": "--retro-add-retriever",
+    f"{GOOD} --context-parallel-size 2": "--context-parallel-size",
+    f"{GOOD} --mtp-num-layers 1": "--mtp-num-layers",
+    f"{GOOD} --hybrid-layer-pattern M*-": "--hybrid-layer-pattern",
+    f"{GOOD} --moe-router-load-balancing-type seq_aux_loss": "seq_aux_loss",
+    f"{GOOD} --overlap-moe-expert-parallel-comm": "--overlap-moe-expert-parallel-comm",
+    f"{GOOD} --dataloader-type cyclic": "--dataloader-type",
+    f"{GOOD} --dataloader-type external": "--dataloader-type",
+    f"{GOOD} --decrease-batch-size-if-needed": "--decrease-batch-size-if-needed",
+    f"{GOOD} --phase-transition-iterations 3": "--phase-transition-iterations",
+    f"{GOOD} --iterations-to-skip 3": "--iterations-to-skip",
+    f"{GOOD} --check-for-spiky-loss": "--check-for-spiky-loss",
+    f"{GOOD} --cuda-graph-impl full_iteration": "--cuda-graph-impl full_iteration",
+    f"{GOOD} --softmax-type learnable": "--softmax-type",
+    "--varlen-packing": "needs --calculate-per-token-loss",
+    "--varlen-packing-attention torch": "does nothing without --varlen-packing",
+    "--varlen-packing-long-documents drop": "does nothing without --varlen-packing",
+}
+
+
+@pytest.fixture(scope="module")
+def answers() -> dict[str, str]:
+    pytest.importorskip("megatron.training")
+    script, lines = Path(__file__).with_name("packed_refusals.py"), [GOOD, *REFUSED]
+    command = [sys.executable, "-W", "ignore", str(script), json.dumps(lines)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return dict(zip(lines, json.loads(done.stdout.splitlines()[-1]), strict=True))
+
+
+def test_packing_alone_is_not_refused(answers):
+    assert answers[GOOD] == ""
+
+
+@pytest.mark.parametrize("line", REFUSED)
+def test_refusal_names_the_flag(answers, line):
+    if answers[line] == "unknown to this Megatron":
+        pytest.skip(f"this Megatron has no such flag: {line}")
+    assert REFUSED[line] in answers[line]

@@ -1,0 +1,115 @@
+"""Megatron trains on packed documents: the same on every topology, each label once. Real training, on the CPU."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterable
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+from launch import TINY, Run, launch, trained
+from written_documents import write_documents
+
+pytestmark = pytest.mark.training
+
+TOLERANCE = 2e-6
+DRIVER = Path(__file__).with_name("packed_run.py")
+MODEL = "--num-layers 4 --untie-embeddings-and-output-weights"
+PACKING = "--varlen-packing --calculate-per-token-loss --split 90,10,0"
+Piece = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+@pytest.fixture(scope="session")
+def documents(tmp_path_factory) -> tuple[Path, list[np.ndarray]]:
+    """Prefix of a data set, and its documents."""
+    prefix = tmp_path_factory.mktemp("documents") / "text"
+    return prefix, write_documents(prefix)
+
+
+def arguments(prefix: Path, flags: str) -> list[str]:
+    """Of a packed run: `TINY`'s, with data of its own."""
+    given = flags.split()
+    kept = [argument for argument in TINY if argument != "--mock-data"]
+    return [*kept, *MODEL.split(), "--data-path", str(prefix), *PACKING.split(), *given]
+
+
+@pytest.fixture(scope="session")
+def packed(documents, checkpoint, tmp_path_factory) -> Callable[..., Run]:
+    """Train 20 packed steps from the PP=1 checkpoint, once for each set of flags: ``(flags, processes)``."""
+
+    @cache
+    def train(flags: str = "", processes: int = 1) -> Run:
+        load = f"--load {checkpoint(MODEL)} --finetune --no-load-optim --no-load-rng {flags}"
+        return trained(launch(tmp_path_factory.mktemp("run"), arguments(documents[0], load), processes))
+
+    return train
+
+
+@pytest.mark.parametrize(
+    ("flags", "processes"),
+    [
+        ("--pipeline-model-parallel-size 2", 2),
+        ("--pipeline-model-parallel-size 4", 4),
+        ("--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2", 2),
+        ("--pipeline-model-parallel-size 2", 4),
+        ("--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2", 4),
+        ("--pipeline-model-parallel-size 2 --micro-batch-size 2", 2),
+        ("--pipeline-model-parallel-size 2 --balanced-pipeline --balanced-pipeline-costs analytic", 2),
+    ],
+    ids=["PP2", "PP4", "PP2-VPP2", "DP2-PP2", "TP2-PP2", "two-bins-a-micro-batch", "balanced"],
+)
+def test_losses_equal_those_of_one_process(packed, flags, processes):
+    losses, reference = packed(flags, processes).losses, packed().losses
+    assert len(losses) == len(reference) == 20
+    assert max(abs(loss - right) / right for loss, right in zip(losses, reference, strict=True)) <= TOLERANCE
+
+
+def test_every_label_is_learned_once_an_epoch_also_across_a_kill_and_another_topology(documents, tmp_path):
+    prefix, written = documents
+    save = f"--save {tmp_path / 'checkpoint'} --save-interval 3"
+    first = launch(
+        tmp_path / "killed",
+        arguments(prefix, f"--pipeline-model-parallel-size 2 {save} --train-iters 40"),
+        2,
+        driver=DRIVER,
+        kill_when="iteration        8/",
+    )
+    assert first.status < 0
+    resumed = f"--load {tmp_path / 'checkpoint'} {save} --train-iters 40 --micro-batch-size 2"
+    trained(launch(tmp_path / "resumed", arguments(prefix, resumed), 2, driver=DRIVER))
+    before, after = fed(tmp_path / "killed"), fed(tmp_path / "resumed")
+    turn = min(after)
+    before.pop(max(before))  # it was killed in the middle of
+    assert turn > 0 and turn in before  # what the killed run did after its last checkpoint is done again
+    for step in {*before} & {*after}:
+        assert before[step] == after[step]  # other ranks and micro-batches, the same documents
+    steps = {**after, **{step: pieces for step, pieces in before.items() if step < turn}}
+    assert sorted(steps) == list(range(0, 40 * 8, 8))
+    check_epochs(steps, written[: round(0.9 * len(written))])
+
+
+def fed(folder: Path) -> dict[int, Counter[Piece]]:
+    """What each step was fed, by the samples consumed before it."""
+    steps: dict[int, Counter[Piece]] = {}
+    for path in (folder / "seen").glob("fed-*.jsonl"):
+        for line in path.read_text().splitlines():
+            step, pieces = json.loads(line)
+            steps.setdefault(step, Counter()).update((tuple(inputs), tuple(labels)) for inputs, labels in pieces)
+    return steps
+
+
+def check_epochs(steps: dict[int, Counter[Piece]], written: Iterable[np.ndarray], capacity: int = 32) -> None:
+    """Whole epochs hold each piece of the data as often as there are epochs, and the rest no more than once."""
+    epoch = Counter()
+    for document in written:
+        text = document.tolist()
+        for start in range(0, len(text) - 1, capacity):
+            end = min(start + capacity, len(text) - 1)
+            epoch[tuple(text[start:end]), tuple(text[start + 1 : end + 1])] += 1
+    dealt = sum((steps[step] for step in sorted(steps)), Counter())
+    assert {*dealt} <= {*epoch}
+    times = [dealt[piece] / count for piece, count in epoch.items()]
+    assert min(times) >= 1 and max(times) - min(times) <= 1

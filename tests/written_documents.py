@@ -1,0 +1,30 @@
+"""Real documents for packed training: Megatron's own writer, the characters of a text as tokens."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+
+import numpy as np
+
+
+def write_documents(
+    prefix: Path, documents: int = 400, seed: int = 0, median: float = 12.0, longest: int = 90
+) -> list[np.ndarray]:
+    """Write PREFIX.bin and PREFIX.idx with documents of log-normal lengths; returns their tokens, 1 to 126, the last one 0."""
+    import torch
+    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+    rng = np.random.default_rng(seed)
+    text = np.frombuffer(inspect.getsource(np).encode(), np.uint8).astype(np.int64)
+    text = text[(text > 0) & (text < 127)]
+    lengths = np.clip(rng.lognormal(np.log(median), 0.9, documents).round().astype(int), 1, longest)
+    written = []
+    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.int32)
+    for length in lengths:
+        start = int(rng.integers(text.size - length))
+        tokens = np.append(text[start : start + length - 1], 0)
+        builder.add_document(torch.from_numpy(tokens), [length])
+        written.append(tokens)
+    builder.finalize(f"{prefix}.idx")
+    return written
