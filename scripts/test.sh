@@ -26,7 +26,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/lib/python.sh
 
 ensure_venv .venv 3.12
-install_project .venv bench,quickstart,test "megatron-core==0.19.*"
+install_project .venv quickstart,test,trace "megatron-core==0.19.*"
 .venv/bin/python -m ruff check .
 .venv/bin/python -m pytest "$@"
 
