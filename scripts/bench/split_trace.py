@@ -166,7 +166,7 @@ def read_trace(folder: Path | None = None) -> Trace:
     try:
         from pyarrow import ArrowException, parquet
     except ImportError as error:
-        raise BalanceError(f"{file} needs pyarrow, which the extra 'bench' installs ({error})") from error
+        raise BalanceError(f"{file} needs pyarrow, which the extra 'trace' installs ({error})") from error
     try:
         topology = Topology(int(yaml.safe_load(meta.read_text(encoding="utf-8"))["pp_size"]), NUM_MICROBATCHES)
         table = parquet.read_table(file)
