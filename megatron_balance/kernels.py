@@ -115,7 +115,9 @@ def sort_operations(sender, ranks):
 
 # --- the search over splits
 
-_PENALTY = 4.0  # share of the step that memory above a limit weighs while annealing, for each share of the limit
+# Share of the step that memory above a limit weighs while annealing, for each share of the limit: at first, and by how much
+# it then shrinks with each split that is judged while the present one fits, and grows while it does not.
+_PENALTY, _TIDE = 1.0, 0.003
 
 
 class Room(NamedTuple):
@@ -193,7 +195,8 @@ def anneal(problem, start, threshold, evaluations, seed):
     """Move layers between stages, from those on the critical path to those off it.
 
     Memory above the limit is punished, not forbidden, so that the way between two splits that fit may lead through some
-    that do not.
+    that do not. How much is found on the way: under a tight limit most splits that fit are islands, and a penalty that ebbs
+    on an island until some way leads off it, and then rises until one ends on the next, needs no tuning to the job.
 
     Args:
         problem: the Problem.
@@ -203,15 +206,16 @@ def anneal(problem, start, threshold, evaluations, seed):
         seed: of the proposals.
 
     Returns:
-        The best split met that fits, and its worth: never worse than the start's; infinite where none fitted.
+        The best split met that fits, and its worth: never worse than the start's. Where none fitted, the one with the least
+        memory above the limit, and infinity.
     """
     durations, free, end = _scratch(problem)
     pull = np.empty(start.size)
     layers, best, moved = start.copy(), start.copy(), start.copy()
     excess = _excess(problem, layers)
     worth = _judge(problem, layers, durations, free, end)
-    best_worth = worth if excess == 0.0 else np.inf
-    _pull_of_stages(problem, end, layers, excess, pull)
+    best_worth, best_excess, penalty = worth, excess, _PENALTY
+    _pull_of_stages(problem, end, layers, excess, penalty, pull)
     state = np.uint64(seed + start.size)
     judged = 1
     for _ in range(20 * evaluations):
@@ -220,23 +224,24 @@ def anneal(problem, start, threshold, evaluations, seed):
         state, added = _move(problem, state, pull, layers, moved)
         if added == np.inf:
             continue
-        punished = worth * (1.0 + _PENALTY * excess)
+        punished = worth * (1.0 + penalty * excess)
         allowed = punished + threshold * min(best_worth, punished) * (1.0 - judged / evaluations)
         moved_excess = _excess(problem, moved)
         # In a convex problem the present critical path tells how much the move costs at least.
         floor = worth + added if problem.equal_layers and excess == 0.0 else 0.0
-        if floor * (1.0 + _PENALTY * moved_excess) > allowed:
+        if floor * (1.0 + penalty * moved_excess) > allowed:
             continue
         moved_worth = _judge(problem, moved, durations, free, end)
         judged += 1
-        if moved_worth * (1.0 + _PENALTY * moved_excess) <= allowed:
+        if moved_worth * (1.0 + penalty * moved_excess) <= allowed:
             worth, excess = moved_worth, moved_excess
             layers[:] = moved
-            _pull_of_stages(problem, end, layers, excess, pull)
-            if excess == 0.0 and worth < best_worth:
-                best_worth = worth
+            _pull_of_stages(problem, end, layers, excess, penalty, pull)
+            if excess < best_excess or (excess == best_excess and worth < best_worth):
+                best_worth, best_excess = worth, excess
                 best[:] = layers
-    return best, best_worth
+        penalty *= 1.0 - _TIDE if excess == 0.0 else 1.0 + _TIDE
+    return best, best_worth if best_excess == 0.0 else np.inf
 
 
 @compiled
@@ -412,7 +417,7 @@ def _unevenness(durations, stages):
 
 
 @compiled
-def _pull_of_stages(problem, end, layers, excess, pull):
+def _pull_of_stages(problem, end, layers, excess, penalty, pull):
     """Seconds that one more mean layer in each stage adds along the critical path, into ``pull`` [stages].
 
     The update that lasts longest is the path's end. Where memory is above its limit, the punishment of what the mean layer
@@ -440,7 +445,7 @@ def _pull_of_stages(problem, end, layers, excess, pull):
             for flight in range(room.first_flight[rank], room.first_flight[rank + 1]):
                 most = max(most, room.flights[flight, stage // ranks])
             added = (room.before[0, count] + most * room.before[1, count]) / count
-            pull[stage] += _PENALTY * step * added / room.limit_bytes
+            pull[stage] += penalty * step * added / room.limit_bytes
 
 
 @compiled
