@@ -210,7 +210,7 @@ def anneal(problem, start, threshold, evaluations, seed):
         memory above the limit, and infinity.
     """
     durations, free, end = _scratch(problem)
-    pull = np.empty(start.size)
+    pull = np.empty((2, start.size))
     layers, best, moved = start.copy(), start.copy(), start.copy()
     excess = _excess(problem, layers)
     worth = _judge(problem, layers, durations, free, end)
@@ -228,7 +228,7 @@ def anneal(problem, start, threshold, evaluations, seed):
         allowed = punished + threshold * min(best_worth, punished) * (1.0 - judged / evaluations)
         moved_excess = _excess(problem, moved)
         # In a convex problem the present critical path tells how much the move costs at least.
-        floor = worth + added if problem.equal_layers and excess == 0.0 else 0.0
+        floor = worth + added if problem.equal_layers else 0.0
         if floor * (1.0 + penalty * moved_excess) > allowed:
             continue
         moved_worth = _judge(problem, moved, durations, free, end)
@@ -254,7 +254,7 @@ def _move(problem, state, pull, layers, moved):
     Returns:
         The generator's next state, and the seconds that the move adds to the critical path; infinite if it is none.
     """
-    state, giver, taker = _propose(state, pull)
+    state, giver, taker = _propose(state, pull[1])
     ranks, width = problem.ranks, 1
     if ranks < layers.size:
         state, kind = _pick(state, 8)
@@ -273,7 +273,7 @@ def _move(problem, state, pull, layers, moved):
         if moved[giver] > problem.least[giver] and moved[taker] < problem.most[taker]:
             moved[giver] -= 1
             moved[taker] += 1
-            added += pull[taker] - pull[giver]
+            added += pull[0, taker] - pull[0, giver]
             done = True
         giver, taker = giver + 1, taker + 1
     return state, added if done else np.inf
@@ -418,23 +418,25 @@ def _unevenness(durations, stages):
 
 @compiled
 def _pull_of_stages(problem, end, layers, excess, penalty, pull):
-    """Seconds that one more mean layer in each stage adds along the critical path, into ``pull`` [stages].
+    """Seconds that one more mean layer in each stage adds along the critical path, into ``pull[0]`` [stages].
 
-    The update that lasts longest is the path's end. Where memory is above its limit, the punishment of what the mean layer
-    adds to it counts, too.
+    The update that lasts longest is the path's end. In ``pull[1]`` the punishment of the memory that the layer adds counts,
+    too, on ranks that are above the limit.
     """
     pull[:] = 0.0
-    stages, count = pull.size, problem.before.shape[1] - 1
+    seconds, punished = pull[0], pull[1]
+    stages, count = seconds.size, problem.before.shape[1] - 1
     place = np.int32(np.argmax(end))
     step = end[place]
     while place != end.size - 1:
         cost = problem.program.cost[place]
-        pull[cost % stages] += problem.before[cost // stages, count] / count
+        seconds[cost % stages] += problem.before[cost // stages, count] / count
         place = waited_for(problem.program, end, problem.p2p_s, place)
     room, ranks = problem.room, problem.ranks
     _, updating = _update(problem, layers)
     for stage in range(updating, stages, ranks):
-        pull[stage] += problem.updates[count] / count
+        seconds[stage] += problem.updates[count] / count
+    punished[:] = seconds
     if excess == 0.0:
         return
     for rank in range(ranks):
@@ -445,7 +447,7 @@ def _pull_of_stages(problem, end, layers, excess, penalty, pull):
             for flight in range(room.first_flight[rank], room.first_flight[rank + 1]):
                 most = max(most, room.flights[flight, stage // ranks])
             added = (room.before[0, count] + most * room.before[1, count]) / count
-            pull[stage] += penalty * step * added / room.limit_bytes
+            punished[stage] += penalty * step * added / room.limit_bytes
 
 
 @compiled
