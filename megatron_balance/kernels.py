@@ -226,9 +226,11 @@ def anneal(problem, start, threshold, evaluations, seed):
             continue
         punished = worth * (1.0 + penalty * excess)
         allowed = punished + threshold * min(best_worth, punished) * (1.0 - judged / evaluations)
-        moved_excess = _excess(problem, moved)
         # In a convex problem the present critical path tells how much the move costs at least.
         floor = worth + added if problem.equal_layers else 0.0
+        if floor > allowed:
+            continue
+        moved_excess = _excess(problem, moved)
         if floor * (1.0 + penalty * moved_excess) > allowed:
             continue
         moved_worth = _judge(problem, moved, durations, free, end)
@@ -340,25 +342,27 @@ def _excess(problem, layers):
     """Sum over the ranks of what their peaks are above the limit, as a share of it; 0 where all fit."""
     if problem.room.limit_bytes == np.inf:
         return 0.0
-    excess = 0.0
+    excess, stops = 0.0, np.cumsum(layers)
     for rank in range(problem.ranks):
-        peak = _peak(problem, layers, rank)
+        peak = _peak(problem, layers, stops, rank)
         if peak > problem.room.limit_bytes * (1.0 + 1e-12):
             excess += peak / problem.room.limit_bytes - 1.0
     return excess
 
 
 @compiled
-def _peak(problem, layers, rank):
-    """Bytes of a rank's peak: state, the worst activations in flight, the largest working memory."""
+def _peak(problem, layers, stops, rank):
+    """Bytes of a rank's peak: state, the worst activations in flight, the largest working memory.
+
+    ``stops`` [stages] is the layer behind each stage.
+    """
     room, ranks = problem.room, problem.ranks
     first, last = room.first_flight[rank], room.first_flight[rank + 1]
     kept = np.zeros(last - first)
-    state, working, stop = 0.0, 0.0, 0
-    for stage in range(layers.size):
-        start, stop = stop, stop + layers[stage]
-        if stage % ranks != rank:
-            continue
+    state, working = 0.0, 0.0
+    for stage in range(rank, layers.size, ranks):
+        stop = stops[stage]
+        start = stop - layers[stage]
         state += room.before[0, stop] - room.before[0, start] + room.ends[0, stage]
         activations = room.before[1, stop] - room.before[1, start] + room.ends[1, stage]
         for flight in range(first, last):
@@ -372,9 +376,9 @@ def _peak(problem, layers, rank):
 @compiled
 def peaks_of(problem, layers):
     """Bytes of each rank's peak, [ranks]."""
-    peaks = np.empty(problem.ranks)
+    peaks, stops = np.empty(problem.ranks), np.cumsum(layers)
     for rank in range(peaks.size):
-        peaks[rank] = _peak(problem, layers, rank)
+        peaks[rank] = _peak(problem, layers, stops, rank)
     return peaks
 
 
@@ -432,7 +436,7 @@ def _pull_of_stages(problem, end, layers, excess, penalty, pull):
         cost = problem.program.cost[place]
         seconds[cost % stages] += problem.before[cost // stages, count] / count
         place = waited_for(problem.program, end, problem.p2p_s, place)
-    room, ranks = problem.room, problem.ranks
+    room, ranks, stops = problem.room, problem.ranks, np.cumsum(layers)
     _, updating = _update(problem, layers)
     for stage in range(updating, stages, ranks):
         seconds[stage] += problem.updates[count] / count
@@ -440,7 +444,7 @@ def _pull_of_stages(problem, end, layers, excess, penalty, pull):
     if excess == 0.0:
         return
     for rank in range(ranks):
-        if _peak(problem, layers, rank) <= room.limit_bytes:
+        if _peak(problem, layers, stops, rank) <= room.limit_bytes:
             continue
         for stage in range(rank, stages, ranks):
             most = 0.0
