@@ -118,6 +118,7 @@ def sort_operations(sender, ranks):
 # Share of the step that memory above a limit weighs while annealing, for each share of the limit: at first, and by how much
 # it then shrinks with each split that is judged while the present one fits, and grows while it does not.
 _PENALTY, _TIDE = 1.0, 0.003
+_LOOK = 0.1  # of the time to judge a split is what looking at its memory takes
 
 
 class Room(NamedTuple):
@@ -217,7 +218,7 @@ def anneal(problem, start, threshold, evaluations, seed):
     best_worth, best_excess, penalty = worth, excess, _PENALTY
     _pull_of_stages(problem, end, layers, excess, penalty, pull)
     state = np.uint64(seed + start.size)
-    judged = 1
+    judged, look = 1.0, 0.0 if problem.room.limit_bytes == np.inf else _LOOK
     for _ in range(20 * evaluations):
         if judged >= evaluations:
             break
@@ -231,6 +232,7 @@ def anneal(problem, start, threshold, evaluations, seed):
         if floor > allowed:
             continue
         moved_excess = _excess(problem, moved)
+        judged += look
         if floor * (1.0 + penalty * moved_excess) > allowed:
             continue
         moved_worth = _judge(problem, moved, durations, free, end)
