@@ -165,6 +165,26 @@ def test_measured_head_gives_the_gain_of_the_published_job() -> None:
     assert limited.proven
 
 
+@pytest.mark.parametrize(
+    ("costs", "topology", "state", "activation", "limit", "target"),
+    [
+        (LLAMA_3_70B, Topology(8, 128, 5), 0.65, 0.27, 26.0, 1.41),
+        (LLAMA_31_405B, Topology(16, 32, 8), 2.43, 0.533, 66.0, 3.5),
+        (LLAMA_31_405B, Topology(16, 32, 8), 2.43, 0.533, 77.0, 1.85),
+    ],
+)
+def test_tight_memory_is_crossed_by_splits_that_do_not_fit(
+    costs: ChainCosts, topology: Topology, state: float, activation: float, limit: float, target: float
+) -> None:
+    """Near-even splits take 35 and 95 GB, and few that fit are a move of one layer apart."""
+    layer, table = ElementMemory(state, activation, 0.3), ElementMemory(1.6, 0.0, 0.5)
+    memory = ChainMemory(table, (layer,) * len(costs.layers), ElementMemory(), table)
+    simulator, room = Simulator(topology), MemoryLimit(memory, limit)
+    split = find_split(costs, simulator, memory=room, allow_empty=True, sharpens_bound=False)
+    assert rank_peaks(memory, topology, split.layers).max() <= limit * (1 + 1e-9)
+    assert step_s(costs, simulator, split.layers) / even_s(costs, topology) <= target
+
+
 # --- properties, on small cases
 
 

@@ -251,7 +251,8 @@ def _refine(found: _Found) -> None:
         for seed in _SEEDS:
             found.take(_annealed(problem, start, _COOL, _ROUND_OPERATIONS, seed)[None])
         return
-    coarse = _coarse(found.case).problem  # memory keeps from all that is known to be good: far ways matter more than exactness
+    # Memory keeps all good starts out, so that the way is far: hot rounds of coarse steps, then of the whole step.
+    coarse = _coarse(found.case).problem
     for seed in _SEEDS:
         start = _annealed(coarse, found.layers, _HOT, 2 * _COARSE_ROUND, seed)
         found.take(np.stack([start, _annealed(problem, start, _COOL, _ROUND_OPERATIONS // 4, seed)]))
