@@ -286,7 +286,7 @@ def mean_over_ideal(profile: Profile, grid: Grid) -> float:
     return float(np.mean(reached))
 
 
-@pytest.mark.parametrize("grid", [grid_of(4, 8, data=2), grid_of(4, 8, 2, data=2)])
+@pytest.mark.parametrize("grid", [grid_of(4, 8, data=2), grid_of(4, 12, 2, data=2)])
 def test_tuning_is_deterministic_and_better_than_its_starts(grid):
     told: list[float] = []
     tuned = tune(samples(), grid=grid, progress=told.append, **SMALL)
