@@ -19,7 +19,7 @@ from megatron_balance.packing.cost import BinCost, SequenceCost
 from megatron_balance.packing.cut import GlobalBatch
 from megatron_balance.packing.grid import Grid
 from megatron_balance.packing.pieces import PieceRule
-from megatron_balance.packing.placement import Placement, place
+from megatron_balance.packing.placement import ANNEAL_EVALUATIONS, Placement, place
 from megatron_balance.packing.profile import Profile, from_json, load_or_tune, to_json
 from megatron_balance.topology import Topology
 
@@ -37,7 +37,7 @@ class Placing:
 
     def __call__(self, batch: GlobalBatch) -> Placement:
         grid = self.grid_of(batch.num_bins)
-        return place(batch.pieces.tokens, self.cost, self.rule, grid, self.profile, batch.bins)
+        return place(batch.pieces.tokens, self.cost, self.rule, grid, self.profile, batch.bins, ANNEAL_EVALUATIONS)
 
     def grid_of(self, num_bins: int) -> Grid:
         """The grid of a global batch of ``num_bins`` bins, which a ramp-up may make smaller."""
