@@ -111,7 +111,7 @@ def test_every_piece_has_a_bin_within_capacity_and_no_bin_is_empty(batch, evalua
     seconds = micro_batch_s(placement.bins, cost.piece_s(tokens), cost.empty_s, grid)
     assert placement.step_s == StepJudge(grid).step_s(seconds)
     if evaluations:
-        assert placement.step_s <= place(tokens, cost, rule, grid, profile, bins).step_s
+        assert placement.step_s <= place(tokens, cost, rule, grid, profile, bins, 0).step_s
 
 
 @given(batches())
@@ -127,7 +127,7 @@ def test_the_bins_given_are_the_way_out_where_the_profile_fits_nothing():
     cost, rule, grid = BinCost(SequenceCost.of_ratio(10.0), 10, VARIABLE), PieceRule(10), grid_of(1, 3, data=1)
     flat = Profile((1.0,), alpha=0.0)
     assert fill_bins(Load.of(tokens, cost, rule), grid, flat.targets(grid.topology), 0.0) is None
-    placement = place(tokens, cost, rule, grid, flat, bins)
+    placement = place(tokens, cost, rule, grid, flat, bins, 0)
     assert placement.method == FALLBACK
     assert sorted(np.bincount(placement.bins, tokens)) == [10, 10, 10]
 
@@ -238,8 +238,8 @@ def test_ours_beats_first_fit_by_a_margin():
     order = np.random.RandomState(0).permutation(targets.size)
     shuffled = over_ideal(order_bins(Load.of(tokens, cost, rule), grid, targets[order], bins), tokens, cost, grid)
     ordered = over_ideal(order_bins(Load.of(tokens, cost, rule), grid, targets, bins), tokens, cost, grid)
-    placed = place(tokens, cost, rule, grid, HUMP, bins)
-    annealed = place(tokens, cost, rule, grid, HUMP, bins, 1500)
+    placed = place(tokens, cost, rule, grid, HUMP, bins, 0)
+    annealed = place(tokens, cost, rule, grid, HUMP, bins)
     assert placed.method == PROFILE
     steps = [placement.step_s / placement.ideal_s for placement in (annealed, placed)]
     assert steps[0] < 0.998 * steps[1] < 0.97 * ordered < 0.85 * shuffled, (steps, ordered, shuffled)

@@ -49,7 +49,7 @@ def place(
     grid: Grid,
     profile: Profile,
     fallback: np.ndarray,
-    anneal_evaluations: int = 0,
+    anneal_evaluations: int = ANNEAL_EVALUATIONS,
 ) -> Placement:
     """The better of two placements by simulation: that of the profile, and the bins given in a good order.
 
@@ -62,7 +62,7 @@ def place(
         grid: where the bins are run.
         profile: cost that each micro-batch aims at.
         fallback: bins that hold all pieces, as numbers below ``grid.num_bins`` in any order, shape [pieces].
-        anneal_evaluations: simulated steps of one rank to improve it with; ``ANNEAL_EVALUATIONS`` is a good number.
+        anneal_evaluations: simulated steps of one rank to improve it with; 0 leaves the greedy's as it is.
 
     Raises:
         BalanceError: fewer pieces than bins, or bins that do not hold the pieces given.

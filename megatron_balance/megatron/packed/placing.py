@@ -19,7 +19,7 @@ from megatron_balance.packing.cost import BinCost, SequenceCost
 from megatron_balance.packing.cut import GlobalBatch
 from megatron_balance.packing.grid import Grid
 from megatron_balance.packing.pieces import PieceRule
-from megatron_balance.packing.placement import ANNEAL_EVALUATIONS, Placement, place
+from megatron_balance.packing.placement import Placement, place
 from megatron_balance.packing.profile import Profile, from_json, load_or_tune, to_json
 from megatron_balance.topology import Topology
 
