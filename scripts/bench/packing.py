@@ -20,7 +20,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import numpy as np
@@ -47,7 +47,7 @@ from megatron_balance.topology import Topology  # noqa: E402
 
 SEEDS, TUNED_ON = (100, 101, 102, 103, 104), (0, 1, 2)
 OURS, FIRST_FIT = "this plan", "first-fit, equal ranks, small ends"
-ANNEALED, EVALUATIONS = "this plan, annealed", 20_000
+ANNEALED = {"this plan, +10 ms annealing": 3_000, "this plan, +50 ms annealing": 15_000}  # simulated steps of a rank
 EQUAL, BOUND = "equal bins, if there were such", "lower bound"
 MOST_MS = 10.0
 LEAST_DOCUMENTS_PER_S = 2e6
@@ -175,15 +175,17 @@ def _run(section: Section, sets: Sequence[LengthSet], seeds: Sequence[int]) -> d
     others = peers() if section.peers else ()
     packers: dict[str, Callable[[Batch], Packed]] = {peer.name: peer.pack for peer in others if peer.pack is not None}
     packers[FIRST_FIT] = lambda batch: first_fit(batch.tokens, batch.bin_cost, batch.rule, batch.grid)
-    rows: dict[str, Row] = {name: {} for name in (*packers, OURS, ANNEALED, EQUAL, BOUND)}
+    rows: dict[str, Row] = {name: {} for name in (*packers, OURS, *ANNEALED, EQUAL, BOUND)}
     for lengths in sets:
         profile = _profile(section, lengths)
-        packers[OURS] = lambda batch, profile=profile: _ours(batch, profile, 0)
-        packers[ANNEALED] = lambda batch, profile=profile: _ours(batch, profile, EVALUATIONS)
+        for name, evaluations in {OURS: 0, **ANNEALED}.items():
+            packers[name] = partial(_ours, profile, evaluations)
         given = [_batch(section, lengths, seed) for seed in seeds]
         bounds = [lower_bound_s(each.tokens, each.bin_cost, each.rule, each.grid) for each in given]
         for name, pack in packers.items():
-            rows[name][lengths.name] = _figures(pack, given, bounds, repeats=3 if name in (OURS, FIRST_FIT) else 1)
+            rows[name][lengths.name] = _figures(
+                pack, given, bounds, repeats=3 if name in (FIRST_FIT, OURS, *ANNEALED) else 1
+            )
         rows[EQUAL][lengths.name] = Figures(tuple(_equal(each.grid.topology) for each in given))
         ideals = [_ideal_s(each) for each in given]
         rows[BOUND][lengths.name] = Figures(tuple(np.divide(bounds, ideals).tolist()))
@@ -222,7 +224,7 @@ def _stream(lengths: LengthSet, seed: int, documents: int) -> Stream:
     return Stream(blend, PieceRule(lengths.capacity), seed, lambda data_set, epoch: order)
 
 
-def _ours(batch: Batch, profile: Profile, evaluations: int) -> Packed:
+def _ours(profile: Profile, evaluations: int, batch: Batch) -> Packed:
     fallback = first_fit_bins(batch.rule.room(batch.tokens), batch.rule.seq_length)
     placement = place(batch.tokens, batch.bin_cost, batch.rule, batch.grid, profile, fallback, evaluations)
     return Packed(batch.tokens, placement.bins, batch.grid)
