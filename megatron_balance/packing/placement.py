@@ -113,6 +113,9 @@ def _check(load: Load, grid: Grid, bins: np.ndarray) -> None:
     pieces, num_bins = load.room.size, grid.num_bins
     if bins.shape != load.room.shape or bins.min() < 0 or bins.max() >= num_bins:
         raise BalanceError(f"the bins given are not numbers of {num_bins} bins for {pieces} pieces")
+    held = np.bincount(bins, minlength=num_bins)
+    if held.min() == 0:
+        raise BalanceError(f"bin {int(held.argmin())} of those given is empty")
     fullest = int(np.bincount(bins, load.room, num_bins).max())
     if fullest > load.seq_length:
         raise BalanceError(f"a bin given holds {fullest} tokens, {load.seq_length} fit")
