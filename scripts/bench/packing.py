@@ -32,6 +32,7 @@ if str(ROOT) not in sys.path:  # run from a checkout that is not installed
 from packing_peers import Batch, peers  # noqa: E402
 from packing_sets import DATA_SIZE, RATIO, LengthSet, length_sets, missing_data  # noqa: E402
 
+from megatron_balance.packing import kernels  # noqa: E402
 from megatron_balance.packing.baselines import Packed, first_fit, first_fit_bins  # noqa: E402
 from megatron_balance.packing.bound import lower_bound_s  # noqa: E402
 from megatron_balance.packing.cost import FIXED, VARIABLE, BinCost, SequenceCost  # noqa: E402
@@ -230,7 +231,9 @@ def _stream(lengths: LengthSet, seed: int, documents: int) -> Stream:
 
 
 def _ours(profile: Profile, evaluations: int, batch: Batch) -> Packed:
-    fallback = first_fit_bins(batch.rule.room(batch.tokens), batch.rule.seq_length)
+    room = batch.rule.room(batch.tokens)
+    fallback = first_fit_bins(room, batch.rule.seq_length)
+    kernels.fill_empty(kernels.longest_first(room), fallback, batch.grid.num_bins)
     placement = place(batch.tokens, batch.bin_cost, batch.rule, batch.grid, profile, fallback, evaluations)
     return Packed(batch.tokens, placement.bins, batch.grid)
 
