@@ -22,7 +22,7 @@ def _draw(seed: int, count: int) -> np.ndarray:
     return np.clip(np.random.default_rng(seed).lognormal(6.0, 1.2, count).round(), 16, 8192).astype(np.int64)
 
 
-SMALL = LengthSet("small", 8192, _draw, documents=900, microbatches=4)
+SMALL = LengthSet("small", 8192, _draw, documents=912, microbatches=4)
 PP4 = next(section for section in packing.SECTIONS if section.pipeline_size == 4)
 
 

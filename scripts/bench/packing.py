@@ -20,7 +20,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import numpy as np
@@ -32,6 +32,7 @@ if str(ROOT) not in sys.path:  # run from a checkout that is not installed
 from packing_peers import Batch, peers  # noqa: E402
 from packing_sets import DATA_SIZE, RATIO, LengthSet, length_sets, missing_data  # noqa: E402
 
+from megatron_balance.packing import kernels  # noqa: E402
 from megatron_balance.packing.baselines import Packed, first_fit, first_fit_bins  # noqa: E402
 from megatron_balance.packing.bound import lower_bound_s  # noqa: E402
 from megatron_balance.packing.cost import FIXED, VARIABLE, BinCost, SequenceCost  # noqa: E402
@@ -46,8 +47,13 @@ from megatron_balance.packing.stream import Stream  # noqa: E402
 from megatron_balance.topology import Topology  # noqa: E402
 
 SEEDS, TUNED_ON = (100, 101, 102, 103, 104), (0, 1, 2)
-OURS, FIRST_FIT = "this plan", "first-fit, equal ranks, small ends"
-ANNEALED, EVALUATIONS = "this plan, annealed", 20_000
+FIRST_FIT, OURS = "first-fit, equal ranks, small ends", "this plan"
+EVALUATIONS = {  # simulated steps of a rank, to improve a placement with
+    "this plan, profile alone": 0,
+    OURS: 1_000,
+    "this plan, +10 ms of annealing": 3_000,
+    "this plan, +50 ms of annealing": 15_000,
+}
 EQUAL, BOUND = "equal bins, if there were such", "lower bound"
 MOST_MS = 10.0
 LEAST_DOCUMENTS_PER_S = 2e6
@@ -175,15 +181,17 @@ def _run(section: Section, sets: Sequence[LengthSet], seeds: Sequence[int]) -> d
     others = peers() if section.peers else ()
     packers: dict[str, Callable[[Batch], Packed]] = {peer.name: peer.pack for peer in others if peer.pack is not None}
     packers[FIRST_FIT] = lambda batch: first_fit(batch.tokens, batch.bin_cost, batch.rule, batch.grid)
-    rows: dict[str, Row] = {name: {} for name in (*packers, OURS, ANNEALED, EQUAL, BOUND)}
+    rows: dict[str, Row] = {name: {} for name in (*packers, *EVALUATIONS, EQUAL, BOUND)}
     for lengths in sets:
         profile = _profile(section, lengths)
-        packers[OURS] = lambda batch, profile=profile: _ours(batch, profile, 0)
-        packers[ANNEALED] = lambda batch, profile=profile: _ours(batch, profile, EVALUATIONS)
+        for name, evaluations in EVALUATIONS.items():
+            packers[name] = partial(_ours, profile, evaluations)
         given = [_batch(section, lengths, seed) for seed in seeds]
         bounds = [lower_bound_s(each.tokens, each.bin_cost, each.rule, each.grid) for each in given]
         for name, pack in packers.items():
-            rows[name][lengths.name] = _figures(pack, given, bounds, repeats=3 if name in (OURS, FIRST_FIT) else 1)
+            rows[name][lengths.name] = _figures(
+                pack, given, bounds, repeats=3 if name in (FIRST_FIT, *EVALUATIONS) else 1
+            )
         rows[EQUAL][lengths.name] = Figures(tuple(_equal(each.grid.topology) for each in given))
         ideals = [_ideal_s(each) for each in given]
         rows[BOUND][lengths.name] = Figures(tuple(np.divide(bounds, ideals).tolist()))
@@ -222,8 +230,10 @@ def _stream(lengths: LengthSet, seed: int, documents: int) -> Stream:
     return Stream(blend, PieceRule(lengths.capacity), seed, lambda data_set, epoch: order)
 
 
-def _ours(batch: Batch, profile: Profile, evaluations: int) -> Packed:
-    fallback = first_fit_bins(batch.rule.room(batch.tokens), batch.rule.seq_length)
+def _ours(profile: Profile, evaluations: int, batch: Batch) -> Packed:
+    room = batch.rule.room(batch.tokens)
+    fallback = first_fit_bins(room, batch.rule.seq_length)
+    kernels.fill_empty(kernels.longest_first(room), fallback, batch.grid.num_bins)
     placement = place(batch.tokens, batch.bin_cost, batch.rule, batch.grid, profile, fallback, evaluations)
     return Packed(batch.tokens, placement.bins, batch.grid)
 
