@@ -40,7 +40,7 @@ from megatron_balance.packing.cut import batches  # noqa: E402
 from megatron_balance.packing.documents import Blend, Documents  # noqa: E402
 from megatron_balance.packing.grid import Grid  # noqa: E402
 from megatron_balance.packing.pieces import PieceRule  # noqa: E402
-from megatron_balance.packing.placement import place  # noqa: E402
+from megatron_balance.packing.placement import ANNEAL_EVALUATIONS, place  # noqa: E402
 from megatron_balance.packing.profile import Profile, tune  # noqa: E402
 from megatron_balance.packing.step import judge_of, micro_batch_s  # noqa: E402
 from megatron_balance.packing.stream import Stream  # noqa: E402
@@ -50,9 +50,8 @@ SEEDS, TUNED_ON = (100, 101, 102, 103, 104), (0, 1, 2)
 FIRST_FIT, OURS = "first-fit, equal ranks, small ends", "this plan"
 EVALUATIONS = {  # simulated steps of a rank, to improve a placement with
     "this plan, profile alone": 0,
-    OURS: 1_000,
-    "this plan, +10 ms of annealing": 3_000,
-    "this plan, +50 ms of annealing": 15_000,
+    OURS: ANNEAL_EVALUATIONS,
+    "this plan, 50 ms": 15_000,
 }
 EQUAL, BOUND = "equal bins, if there were such", "lower bound"
 MOST_MS = 10.0
