@@ -37,7 +37,7 @@ class Placing:
 
     def __call__(self, batch: GlobalBatch) -> Placement:
         grid = self.grid_of(batch.num_bins)
-        return place(batch.pieces.tokens, self.cost, self.rule, grid, self.profile, batch.bins, ANNEAL_EVALUATIONS)
+        return place(batch.pieces.tokens, self.cost, self.rule, grid, self.profile, batch.bins)
 
     def grid_of(self, num_bins: int) -> Grid:
         """The grid of a global batch of ``num_bins`` bins, which a ramp-up may make smaller."""
