@@ -98,6 +98,8 @@ def _built(split: Split, num_items: int | None, with_tokens: bool) -> Any:
         return None
     readers = [source for source, _ in sources]
     if num_items is not None:
+        if split == Split.train:
+            num_items += _train_size()(num_items)  # the last step may end behind --train-samples
         return PackedDataset(planner_of(split), readers, rule_of(args), num_items, split, with_tokens)
     groups = [(reader,) for reader in readers] if args.multiple_validation_sets else [tuple(readers)]
     whole = [
