@@ -13,6 +13,9 @@ import pytest
 from launch import TINY, Run, launch, trained
 from written_documents import write_documents
 
+from megatron_balance.megatron.found_checkpoint import ahead_of
+from megatron_balance.pipeline.stored import FILE_NAME
+
 pytestmark = pytest.mark.training
 
 TOLERANCE = 2e-6
@@ -78,6 +81,8 @@ def test_every_label_is_learned_once_an_epoch_also_across_a_kill_and_another_top
         kill_when="iteration        8/",
     )
     assert first.status < 0
+    beside = tmp_path / "checkpoint" / "iter_0000006" / FILE_NAME
+    beside.replace(ahead_of(beside))  # where a kill would have left it just after the checkpoint was complete
     resumed = f"--load {tmp_path / 'checkpoint'} {save} --train-iters 40 --micro-batch-size 2"
     trained(launch(tmp_path / "resumed", arguments(prefix, resumed), 2, driver=DRIVER))
     before, after = fed(tmp_path / "killed"), fed(tmp_path / "resumed")
