@@ -6,6 +6,7 @@ import contextlib
 import csv
 import difflib
 import json
+import math
 import os
 import struct
 import zipfile
@@ -69,6 +70,15 @@ class Documents:
         lengths = lengths.view()
         lengths.flags.writeable = False
         return cls(name, lengths, digest(lengths))
+
+
+def nothing_to_learn(documents: Documents, rule: PieceRule) -> BalanceError:
+    """The error about documents that give no piece."""
+    dropped = f", or has more than {rule.seq_length + 1}" if rule.long_documents == DROP else ""
+    return BalanceError(
+        f"{documents.name}: nothing to learn from, each of its {documents.lengths.size} documents has fewer than two"
+        f" tokens{dropped}: leave it out"
+    )
 
 
 @dataclass(frozen=True)
@@ -140,7 +150,7 @@ class Blend:
         for weight, data_set in zip(weights, data_sets, strict=True):
             if not 0 < weight < float("inf"):
                 raise BalanceError(f"the weight of {data_set.name} is {weight}: give a number above 0, or leave it out")
-        total = sum(weights)
+        total = math.fsum(weights)  # Python's own sum of floats is another from 3.12 on
         return cls(tuple(data_sets), tuple(float(weight / total) for weight in weights))
 
 

@@ -39,6 +39,10 @@ class Placing:
         grid = self.grid_of(batch.num_bins)
         return place(batch.pieces.tokens, self.cost, self.rule, grid, self.profile, batch.bins)
 
+    def with_micro_batches_of(self, size: int) -> Placing:
+        """The same for micro-batches of ``size`` bins, which evaluation may have."""
+        return replace(self, grid=replace(self.grid, topology=replace(self.grid.topology, micro_batch_size=size)))
+
     def grid_of(self, num_bins: int) -> Grid:
         """The grid of a global batch of ``num_bins`` bins, which a ramp-up may make smaller."""
         topology = self.grid.topology
