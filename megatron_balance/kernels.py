@@ -664,3 +664,313 @@ def packed_steps(program, ranks, micro_batch_s):
     for pipeline in range(steps.size):
         steps[pipeline] = run_program(program, micro_batch_s[pipeline], 0.0, free, end)
     return steps
+
+
+_TRIES = 100  # exchanges looked at for each one that is simulated
+_MOST_BACK = 3  # pieces that one is exchanged for
+
+
+class Shape(NamedTuple):
+    """Data-parallel ranks, micro-batches, bins of a micro-batch, and ranks in a row that run in lockstep."""
+
+    data_size: int
+    microbatches: int
+    micro_batch_size: int
+    lockstep: int
+
+
+class Packed(NamedTuple):
+    """A placement while it is improved. A *cell* is a micro-batch with its bins, wherever in the step it stands.
+
+    Attributes:
+        room: tokens that each piece takes, int64 [pieces].
+        seconds: forward and backward seconds of one stage for each piece, [2, pieces].
+        free: tokens that each bin still takes, int64 [bins].
+        held: pieces in each bin, int64 [bins].
+        first: where the pieces of each bin begin in ``pieces``, int64 [bins + 1]; behind them is place for more.
+        pieces: numbers of the pieces, bin by bin, int64.
+        cells: cell that stands at each place ``k * DP + rank``, int64 [DP * M].
+        load: forward and backward seconds of one stage for each place, [2, DP * M].
+    """
+
+    room: np.ndarray
+    seconds: np.ndarray
+    free: np.ndarray
+    held: np.ndarray
+    first: np.ndarray
+    pieces: np.ndarray
+    cells: np.ndarray
+    load: np.ndarray
+
+
+@compiled
+def improve_placement(program, ranks, shape, bins, room, seconds, empty_s, capacity, evaluations, seed):
+    """Exchange pieces and micro-batches of a placement so that the slowest step becomes shorter.
+
+    An exchange takes place between two micro-batches, mostly of the slowest group of ranks, from one on its critical path to
+    one off it, where the longer of the (one or two) steps concerned becomes shorter. A step is convex in the seconds of the
+    micro-batches, so the critical path tells without a simulation how short it becomes at most. To accept worse steps for a
+    while did not help.
+
+    Args:
+        program: a Program whose ``cost`` is ``is_backward * M + micro-batch``.
+        ranks: pipeline ranks.
+        shape: the Shape of the bins.
+        bins: bin of each piece as ``Grid`` numbers them, int32 [pieces]; within ``capacity``.
+        room: tokens that each piece takes, int64 [pieces].
+        seconds: forward and backward seconds of one stage for each piece, [2, pieces].
+        empty_s: the same of a micro-batch without pieces, [2].
+        capacity: tokens of a bin.
+        evaluations: steps of a group to simulate.
+        seed: of the proposals.
+
+    Returns:
+        Bins of the pieces, int32 [pieces]: never a longer step, and again no bin is empty or above ``capacity``.
+    """
+    packed = _unpack(shape, bins, room, seconds, empty_s, capacity)
+    load, cells, micro_batch_size = packed.load, packed.cells, shape.micro_batch_size
+    groups = shape.data_size // shape.lockstep
+    durations, pull = np.zeros((groups, 2 * shape.microbatches)), np.zeros((groups, 2 * shape.microbatches))
+    steps, free = np.empty(groups), np.empty(ranks)
+    end, other_end = np.empty(program.cost.size + 1), np.empty(program.cost.size + 1)
+    for group in range(groups):
+        for k in range(shape.microbatches):
+            _lengthen(load, durations[group], pull[group], k, group, shape)
+        steps[group] = run_program(program, durations[group], 0.0, free, end)
+        _pull_of_passes(program, end, pull[group])
+    out, back = np.empty(_MOST_BACK, dtype=np.int64), np.empty(_MOST_BACK, dtype=np.int64)
+    moved, before = np.empty(2), np.empty((2, 2))
+    worst, judged, state = np.argmax(steps), 0, np.uint64(seed)
+    for _ in range(_TRIES * evaluations):
+        if judged >= evaluations:
+            break
+        state, group, other = _pick_groups(state, worst, groups)
+        state, k = _pick_pass(state, pull[group], True)
+        state, other_k = _pick_pass(state, pull[other], False)
+        if group == other and not _is_apart(pull[group], k, other_k):
+            continue
+        state, rank = _pick(state, shape.lockstep)
+        state, other_rank = _pick(state, shape.lockstep)
+        place = k * shape.data_size + group * shape.lockstep + rank
+        other_place = other_k * shape.data_size + other * shape.lockstep + other_rank
+        if place == other_place:
+            continue
+        for each in range(2):
+            before[each, 0], before[each, 1] = load[each, place], load[each, other_place]
+            moved[each] = before[each, 0] - before[each, 1]
+        state, kind = _pick(state, 8)
+        num_out, num_back, first_bin, second_bin = 0, 0, 0, 0
+        if kind > 0:  # otherwise all of both
+            state, bin_ = _pick(state, micro_batch_size)
+            state, other_bin = _pick(state, micro_batch_size)
+            first_bin = cells[place] * micro_batch_size + bin_
+            second_bin = cells[other_place] * micro_batch_size + other_bin
+            if kind % 2:
+                state, num_out, num_back = _pick_pieces(
+                    state, room, packed.pieces, packed.first, packed.held, packed.free, first_bin, second_bin, out, back
+                )
+            else:
+                state, num_back, num_out = _pick_pieces(
+                    state, room, packed.pieces, packed.first, packed.held, packed.free, second_bin, first_bin, back, out
+                )
+            if num_out + num_back == 0:
+                continue
+            moved[:] = 0.0
+            _add_seconds(moved, seconds, packed.pieces, out, num_out, 1.0)
+            _add_seconds(moved, seconds, packed.pieces, back, num_back, -1.0)
+        allowed = max(steps[group], steps[other])
+        for each in range(2):
+            load[each, place] = before[each, 0] - moved[each]
+            load[each, other_place] = before[each, 1] + moved[each]
+        added = _lengthen(load, durations[group], pull[group], k, group, shape)
+        other_added = _lengthen(load, durations[other], pull[other], other_k, other, shape)
+        if group == other:
+            added += other_added
+            other_added = added
+        shortens = steps[group] + added < allowed and steps[other] + other_added < allowed
+        if shortens:
+            step = run_program(program, durations[group], 0.0, free, end)
+            other_step = step
+            shortens = step < allowed
+            judged += 1
+            if shortens and group != other:
+                other_step = run_program(program, durations[other], 0.0, free, other_end)
+                shortens = other_step < allowed
+                judged += 1
+        if shortens:
+            steps[group], steps[other] = step, other_step
+            worst = np.argmax(steps)
+            _pull_of_passes(program, end, pull[group])
+            if group != other:
+                _pull_of_passes(program, other_end, pull[other])
+            if kind == 0:
+                cells[place], cells[other_place] = cells[other_place], cells[place]
+            else:
+                _exchange(packed, first_bin, second_bin, out[:num_out], back[:num_back])
+        else:
+            for each in range(2):
+                load[each, place], load[each, other_place] = before[each, 0], before[each, 1]
+            _lengthen(load, durations[group], pull[group], k, group, shape)
+            _lengthen(load, durations[other], pull[other], other_k, other, shape)
+    return _bins_of(packed, shape)
+
+
+@compiled
+def _unpack(shape, bins, room, seconds, empty_s, capacity):
+    """The placement as a Packed, each cell in its own place."""
+    places = shape.data_size * shape.microbatches
+    free = np.full(places * shape.micro_batch_size, capacity)
+    held = np.zeros(free.size, dtype=np.int64)
+    load = np.empty((2, places))
+    load[0], load[1] = empty_s[0], empty_s[1]
+    for piece in range(bins.size):
+        held[bins[piece]] += 1
+        free[bins[piece]] -= room[piece]
+        load[:, bins[piece] // shape.micro_batch_size] += seconds[:, piece]
+    first = np.zeros(free.size + 1, dtype=np.int64)
+    for each in range(free.size):
+        first[each + 1] = first[each] + 2 * held[each] + 2 * _MOST_BACK
+    pieces = np.empty(first[-1], dtype=np.int64)
+    held[:] = 0
+    for piece in range(bins.size):
+        pieces[first[bins[piece]] + held[bins[piece]]] = piece
+        held[bins[piece]] += 1
+    return Packed(room, seconds, free, held, first, pieces, np.arange(places), load)
+
+
+@compiled
+def _bins_of(packed, shape):
+    """The bin of each piece as ``Grid`` numbers them, int32 [pieces]."""
+    bins = np.empty(packed.room.size, dtype=np.int32)
+    for place in range(packed.cells.size):
+        for each in range(shape.micro_batch_size):
+            inside = packed.cells[place] * shape.micro_batch_size + each
+            for at in range(packed.first[inside], packed.first[inside] + packed.held[inside]):
+                bins[packed.pieces[at]] = place * shape.micro_batch_size + each
+    return bins
+
+
+@compiled
+def _pick_groups(state, worst, groups):
+    """Mostly the worst group, and as often itself as any."""
+    state, kind = _pick(state, 8)
+    group = worst
+    if kind < 2:
+        state, group = _pick(state, groups)
+    other = group
+    if kind % 2:
+        state, other = _pick(state, groups)
+    return state, group, other
+
+
+@compiled
+def _pick_pass(state, pull, high):
+    """Of two micro-batches drawn the one that is more often on the critical path, or less often."""
+    microbatches = pull.size // 2
+    state, one = _pick(state, microbatches)
+    state, two = _pick(state, microbatches)
+    more = pull[one] + 2.0 * pull[microbatches + one] >= pull[two] + 2.0 * pull[microbatches + two]
+    return state, one if more == high else two
+
+
+@compiled
+def _is_apart(pull, k, other_k):
+    """Whether the critical path runs some pass of micro-batch k more often than that of the other."""
+    microbatches = pull.size // 2
+    return pull[k] > pull[other_k] or pull[microbatches + k] > pull[microbatches + other_k]
+
+
+@compiled
+def _pick_pieces(state, room, pieces, first, held, free, single, many, ones, several):
+    """A piece of bin ``single``, and up to three of bin ``many`` that take about as much room, the last one chosen to fit.
+
+    Fills ``ones`` and ``several`` with their places in ``pieces``, and returns how many each holds; none if they do not fit.
+    """
+    if first[single] + held[single] + _MOST_BACK > first[single + 1] or first[many] + held[many] == first[many + 1]:
+        return state, 0, 0
+    state, one = _pick(state, held[single])
+    ones[0] = first[single] + one
+    size = room[pieces[ones[0]]]
+    most, total, count = size + free[single], 0, 0
+    state, extra = _pick(state, _MOST_BACK)
+    for _ in range(extra):
+        state, one = _pick(state, held[many])
+        at = first[many] + one
+        if (count == 0 or several[0] != at) and total + room[pieces[at]] <= most:
+            several[count] = at
+            total += room[pieces[at]]
+            count += 1
+    largest, largest_at = 0, -1
+    for at in range(first[many], first[many] + held[many]):
+        taken = (count > 0 and several[0] == at) or (count > 1 and several[1] == at)
+        if largest < room[pieces[at]] <= most - total and not taken:
+            largest, largest_at = room[pieces[at]], at
+    if largest_at >= 0:
+        several[count] = largest_at
+        total += largest
+        count += 1
+    if total < size - free[many] or (count == 0 and held[single] == 1):
+        return state, 0, 0
+    return state, 1, count
+
+
+@compiled
+def _add_seconds(total, seconds, pieces, places, count, sign):
+    """Add to ``total`` [2] the seconds [2, pieces] of the first ``count`` pieces at ``places``, or take them from it."""
+    for each in range(count):
+        for direction in range(2):
+            total[direction] += sign * seconds[direction, pieces[places[each]]]
+
+
+@compiled
+def _lengthen(load, durations, pull, k, group, shape):
+    """Set the longest passes of micro-batch k of a group; returns by how much the critical path becomes longer."""
+    added = 0.0
+    for direction in range(2):
+        longest, at = 0.0, direction * shape.microbatches + k
+        for rank in range(group * shape.lockstep, (group + 1) * shape.lockstep):
+            longest = max(longest, load[direction, k * shape.data_size + rank])
+        added += pull[at] * (longest - durations[at])
+        durations[at] = longest
+    return added
+
+
+@compiled
+def _pull_of_passes(program, end, pull):
+    """Fill ``pull`` [2 * M] with how often a critical path runs each pass."""
+    pull[:] = 0.0
+    place = np.int32(np.argmax(end))
+    while place != program.cost.size:
+        pull[program.cost[place]] += 1.0
+        place = waited_for(program, end, 0.0, place)
+
+
+@compiled
+def _exchange(packed, first_bin, second_bin, out, back):
+    """Move pieces, given by their places, from the first bin to the second, and from that one back."""
+    gone, come = packed.pieces[out], packed.pieces[back]
+    for piece in gone:
+        _take_out(packed, first_bin, piece)
+    for piece in come:
+        _take_out(packed, second_bin, piece)
+    for piece in gone:
+        _put_in(packed, second_bin, piece)
+    for piece in come:
+        _put_in(packed, first_bin, piece)
+
+
+@compiled
+def _take_out(packed, inside, piece):
+    at = packed.first[inside]
+    while packed.pieces[at] != piece:
+        at += 1
+    packed.held[inside] -= 1
+    packed.pieces[at] = packed.pieces[packed.first[inside] + packed.held[inside]]
+    packed.free[inside] += packed.room[piece]
+
+
+@compiled
+def _put_in(packed, inside, piece):
+    packed.pieces[packed.first[inside] + packed.held[inside]] = piece
+    packed.held[inside] += 1
+    packed.free[inside] -= packed.room[piece]

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from test_packing_documents import write_indexed
 
 from megatron_balance.cli import main
 from megatron_balance.costs.analytic import analytic_table
@@ -232,6 +233,22 @@ def test_a_whole_command_line_of_training_is_read(capsys, data) -> None:
     assert values["bins"]["data_parallel_size"] == 4 and values["costs_in_seconds"] is True
     assert values["costs"] == "analytic (generic GPU)" and values["assumed"] == []
     assert "without effect on packing: --lr" in err
+
+
+def test_megatron_data_sets_are_read_as_their_lengths_are(capsys, data, tmp_path) -> None:
+    prefix = write_indexed(tmp_path / "indexed_text_document", lengths())
+    indexed, listed = (packed(capsys, f"{name} {JOB} --batches 1") for name in (prefix, data))
+    names = [values["data_sets"][0].pop("name") for values in (indexed, listed)]
+    assert names == [str(prefix), str(data)] and indexed == listed
+
+
+def test_orders_and_profiles_are_kept_and_change_nothing(capsys, data, tmp_path) -> None:
+    flags = f"{data} {JOB} --batches 1"
+    without = packed(capsys, flags)
+    first, second = (packed(capsys, f"{flags} --data-cache-path {tmp_path / 'cache'}") for _ in range(2))
+    assert first == second == without
+    kept = sorted(path.name.split("-")[0] for path in (tmp_path / "cache").iterdir())
+    assert "epoch" in kept and "profile" in kept
 
 
 def test_experts_context_and_virtual_stages_reach_the_grid(capsys, data) -> None:

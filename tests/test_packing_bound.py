@@ -99,11 +99,11 @@ def test_padding_belongs_to_the_bins() -> None:
 
 
 def test_a_long_step_gets_a_weaker_bound() -> None:
-    grid = Grid(Topology(pipeline_size=8, num_microbatches=512))
+    grid = Grid(Topology(pipeline_size=8, num_microbatches=1024))
     tokens = np.full(grid.num_bins, RULE.seq_length)
     bound_s = lower_bound_s(tokens, BinCost(RATIO, RULE.seq_length, VARIABLE), RULE, grid)
     one_s = 8.0 * 16 + 16**2
-    assert 512 / 8 * one_s < bound_s <= (512 + 7) / 8 * one_s
+    assert 1024 / 8 * one_s < bound_s <= (1024 + 7) / 8 * one_s
 
 
 def test_too_many_tokens_are_refused() -> None:

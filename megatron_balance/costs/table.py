@@ -140,6 +140,15 @@ class CostTable:
         spared_s = costs.forward_s * (1 - recomputed) if self.holds_for.get("recompute_granularity") == "full" else 0.0
         return replace(self._element(costs), backward_s=max(0.0, costs.backward_s - spared_s))
 
+    def with_attention(self, share: float) -> CostTable:
+        """The costs where attention, the quadratic part of each layer's fit, is only this share of what it is.
+
+        Args:
+            share: sum of the squared lengths of a packed sequence's documents over its own length squared.
+        """
+        sequences = float(self.holds_for["micro_batch_size"]) * (1.0 - share)
+        return replace(self, layers={kind: _with_less(row, sequences) for kind, row in self.layers.items()})
+
     def check_fits(self, holds_for: Mapping[str, Scalar], name: str) -> None:
         """Refuse costs of another model.
 
@@ -174,6 +183,16 @@ class CostTable:
             return _read_table(reading.parse_object(text))
         except reading.DamageError as damage:
             raise BalanceError(f"{name} {damage}; {_REMEDY}") from damage
+
+
+def _with_less(row: LayerRow, sequences: float) -> LayerRow:
+    """``row`` without the attention over so many sequences of its own length."""
+    own = row.by_length[-1].seq_length
+    return replace(
+        row,
+        forward_s=max(0.0, row.forward_s - sequences * row.forward_fit[1] * own**2),
+        backward_s=max(0.0, row.backward_s - sequences * row.backward_fit[1] * own**2),
+    )
 
 
 def shapes_of(model: ModelSpec, topology: Topology) -> dict[str, Scalar]:

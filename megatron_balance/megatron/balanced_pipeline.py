@@ -185,6 +185,8 @@ def _agreed_plan(args: Any, options: Options) -> Plan:
     """Rank 0's plan, checked to be for the job that this rank was started for."""
     model, topology = ModelSpec.from_arguments(vars(args)), _topology(args)
     holds_for = {**model.fingerprint, **_given(options)}
+    if getattr(args, "varlen_packing", False):
+        holds_for["varlen_packing"] = True
     if options.costs_kind == PROFILE:
         say_devices()
     plan = Plan.from_json(

@@ -108,7 +108,7 @@ HOOKS = (
     Hook("megatron.training.arguments", "add_megatron_arguments", FLAG, "adds our flags", _with_our_arguments),
     Hook("megatron.training.arguments", "validate_args", FLAG, "checks our flags, number of stages", _plans_before),
     Hook("megatron.training.global_vars", "set_global_variables", FLAG, "plans, sets the layout", _plans_after),
-    Hook("megatron.training.training", "pretrain", FLAG, "trains on packed documents", _packs),
+    Hook("megatron.training.training", "pretrain", PACKING, "trains on packed documents", _packs),
 )
 
 

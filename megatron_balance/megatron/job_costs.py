@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from megatron_balance import cpu
-from megatron_balance.costs.analytic import analytic_costs
+from megatron_balance.costs.analytic import analytic_table
 from megatron_balance.costs.chain import ChainCosts
 from megatron_balance.costs.devices import Device, device_named
 from megatron_balance.costs.table import CostTable, load_fitting, save_costs, shapes_of
@@ -35,6 +35,7 @@ _ARGUMENTS = (
     "transformer_impl", "optimizer", "use_distributed_optimizer", "use_precision_aware_optimizer",
     "optimizer_cpu_offload", "main_params_dtype", "main_grads_dtype", "exp_avg_dtype", "exp_avg_sq_dtype",
     "clip_grad", "fp16_lm_cross_entropy", "position_embedding_type", "create_attention_mask_in_dataloader",
+    "varlen_packing", "varlen_packing_attention",
 )  # fmt: skip
 # Fields of that config that say how many layers and stages there are, or cannot matter to one rank.
 _NOT_OF_AN_ELEMENT = {
@@ -47,17 +48,31 @@ _NOT_OF_AN_ELEMENT = {
 
 
 def costs_of_job(args: Any, options: Options, model: ModelSpec, topology: Topology) -> ChainCosts:
-    """The costs that `--balanced-pipeline-costs` asks for.
+    """The costs that `--balanced-pipeline-costs` asks for, with the attention of packed documents where they are packed.
 
     Raises:
         BalanceError: the costs file cannot be used, or a measurement that was asked for failed.
     """
+    table = table_of_job(args, options, model, topology)
+    if getattr(args, "varlen_packing", False):
+        from megatron_balance.megatron.packed.data import attention_share
+
+        share = attention_share(args)
+        say(f"megatron-balance: attention within documents is {share:.1%} of that over whole sequences")
+        table = table.with_attention(share)
+    return table.chain(model, topology)
+
+
+def table_of_job(args: Any, options: Options, model: ModelSpec, topology: Topology) -> CostTable:
+    """The same by kind of element, of whole sequences."""
     if options.costs_kind == ANALYTIC:
         return _estimated(options, model, topology)
     if options.costs_kind != PROFILE:
-        return load_fitting(options.costs, model, topology).chain(model, topology)
+        return load_fitting(options.costs, model, topology)
     try:
-        return _measured(args, model, topology).chain(model, topology)
+        table = _measured(args, model, topology)
+        table.chain(model, topology)  # fails here, where estimates can take its place
+        return table
     except Exception as failure:  # whatever it is: no job may fail for want of measured costs
         known = isinstance(failure, MeasurementFailed | BalanceError)
         reason = str(failure) if known else f"{type(failure).__name__}: {failure}"
@@ -94,8 +109,8 @@ def device_here() -> Device:
     return replace(device_named(device_name()), memory_bytes=float(torch.cuda.get_device_properties().total_memory))
 
 
-def _estimated(options: Options, model: ModelSpec, topology: Topology) -> ChainCosts:
-    return analytic_costs(model, topology, device_of_job(options))
+def _estimated(options: Options, model: ModelSpec, topology: Topology) -> CostTable:
+    return analytic_table(model, topology, device_of_job(options))
 
 
 def _measured(args: Any, model: ModelSpec, topology: Topology) -> CostTable:

@@ -61,7 +61,7 @@ def _headline(report: Report) -> str:
     sizes = request.grid.topology
     virtual = f" VPP{sizes.virtual_size}" if sizes.virtual_size > 1 else ""
     return (
-        f"Packed: {signed_percent(gain)} tokens a second beside stock's chopped documents\n{request.grid.num_bins:,} bins of"
+        f"Packed: {signed_percent(gain)} tokens a second over stock's chopped documents\n{request.grid.num_bins:,} bins of"
         f" {request.rule.seq_length:,} tokens a step, DP{sizes.data_size} PP{sizes.pipeline_size}{virtual},"
         f" {sizes.num_microbatches} micro-batches of {sizes.micro_batch_size}"
     )
@@ -104,10 +104,9 @@ def _ways(axes: Any, report: Report) -> None:
     """Bars in units of a step in which no rank of this plan ever waits, for the same number of tokens."""
     from megatron_balance.pack_command.report import OURS
 
-    unit_s = report.ours.s_per_token / report.ours.step_over_ideal
+    unit_s = report.ours.work_s_per_token
     for place, one in enumerate(report.outcomes):
-        step, ours = one.s_per_token / unit_s, one.key == OURS
-        work = step / one.step_over_ideal
+        step, work, ours = one.s_per_token / unit_s, one.work_s_per_token / unit_s, one.key == OURS
         axes.barh(place, work, 0.62, color=_OURS if ours else _WORK)
         axes.barh(place, step - work, 0.62, left=work, color=_OURS_WAIT if ours else _WAIT)
         axes.text(step + 0.012, place, f"{step:.2f}", va="center", color=_INK, fontweight="bold" if ours else "normal")

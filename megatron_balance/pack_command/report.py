@@ -81,6 +81,11 @@ class Outcome:
     def name(self) -> str:
         return NAMES[self.key]
 
+    @property
+    def work_s_per_token(self) -> float:
+        """The same if no rank ever waited."""
+        return self.s_per_token / self.step_over_ideal
+
 
 @dataclass(frozen=True)
 class Report:

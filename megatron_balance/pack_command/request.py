@@ -238,7 +238,7 @@ def _ratio_cost(options: argparse.Namespace, assumed: list[str]) -> tuple[Sequen
         raise BalanceError(
             f"{FLAG}-costs and {FLAG}-device are of a model: give its flags or --hf-config, and leave --cost-ratio out"
         )
-    return SequenceCost.of_ratio(ratio), f"{ratio:.0f} * s + s^2 for s tokens"
+    return SequenceCost.of_ratio(ratio), f"{ratio:,.0f} * s + s^2 for s tokens"
 
 
 def _model_cost(source: str | None, job: Job, device: Device | None) -> tuple[SequenceCost, str]:

@@ -33,8 +33,8 @@ from megatron_balance.packing.step import StepJudge, judge_of, micro_batch_s
 from megatron_balance.packing.stream import Stream
 from megatron_balance.reporting import progress
 
-_TUNED_ON, _TUNED_PIECES = 4, 20_000  # global batches, and about how many pieces they have together
-_MOST_BOUNDED = 8192  # operations of a step's schedule times steps whose bound is computed: some seconds
+_TUNED_ON, _TUNED_PIECES = 4, 12_000  # global batches, and about how many pieces they have together
+_MOST_BOUNDED = 4096  # operations of a step's schedule times steps whose bound is computed: some seconds
 _MOST_DOCUMENTS = 5_000_000  # of which a whole epoch is cut to count its batches; of more, the batches simulated tell
 
 

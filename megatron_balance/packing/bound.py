@@ -29,7 +29,7 @@ from megatron_balance.schedule.simulate import build_program
 from megatron_balance.topology import Topology
 
 _TOLERANCE = 1e-6  # share of the bound, for the solver's feasibility tolerance of 1e-7
-_MOST_OPERATIONS = 4096  # of a step, for which the program is solved: a few seconds
+_MOST_OPERATIONS = 8192  # of a step, for which the program is solved: a few seconds
 _SMALL = 1024  # operations up to which the simplex method is the faster one
 _MOST_ORDERED = 2500  # variables that find the k cheapest micro-batches, of which there are M for each k
 
@@ -37,7 +37,7 @@ _MOST_ORDERED = 2500  # variables that find the k cheapest micro-batches, of whi
 def lower_bound_s(tokens: np.ndarray, bin_cost: BinCost, rule: PieceRule, grid: Grid) -> float:
     """Seconds that a step with these pieces takes at least, wherever they are placed, without communication.
 
-    At least the passes of the costliest piece through all stages, too. A step of more than 4096 operations gets a weaker
+    At least the passes of the costliest piece through all stages, too. A step of more than 8192 operations gets a weaker
     bound than the program's: the work of a rank, and the way of two cheap micro-batches through the other ranks.
 
     Args:

@@ -338,24 +338,16 @@ class Slots(NamedTuple):
     Attributes:
         room: tokens that each bin still takes, int64 [DP, M * micro_batch_size].
         load: cost of each micro-batch, [DP, M].
-        height: cost that the micro-batches of each lockstep group aim at, [DP / lockstep, M].
         lack: what each rank is below its share of all cost, [DP].
         head: last piece put into each bin, int64 [DP, M * micro_batch_size]; -1 in an empty one.
         below: piece of the same bin that was put there before, int64 [pieces]; -1 where there is none.
-        best: bin of each rank that a piece would go to, int64 [DP]; -1 where it fits none.
-        gain: what the micro-batch of that bin is below its height, [DP].
-        wakes: largest piece for which another bin of the rank would be better, int64 [DP]; it had no room before.
     """
 
     room: np.ndarray
     load: np.ndarray
-    height: np.ndarray
     lack: np.ndarray
     head: np.ndarray
     below: np.ndarray
-    best: np.ndarray
-    gain: np.ndarray
-    wakes: np.ndarray
 
 
 @compiled
@@ -363,8 +355,8 @@ def place_pieces(order, room, cost, targets, pull, empty_cost, capacity, data_si
     """Put the costliest piece first, each into the bin whose micro-batch is furthest below its target.
 
     Of the bins with room that one is taken for which ``(target - cost so far) + pull * (what its rank lacks)`` is largest;
-    ties go to the lower rank, then the earlier bin. The last pieces fill the bins that are still empty. Where nothing fits,
-    two pieces of two bins change places so that it does.
+    ties go to the lower rank, then the earlier micro-batch, in it to the bin with most room. The last pieces fill the bins
+    that are still empty. Where nothing fits, two pieces of two bins change places so that it does.
 
     Args:
         order: numbers of the pieces by falling tokens, from ``sort_pieces``.
@@ -376,136 +368,130 @@ def place_pieces(order, room, cost, targets, pull, empty_cost, capacity, data_si
         capacity: tokens of a bin.
         data_size: data-parallel ranks.
         micro_batch_size: bins of a micro-batch.
-        lockstep: ranks in a row whose micro-batches wait for one another: they share the height of the costliest.
+        lockstep: ranks in a row whose micro-batches wait for one another: all aim at least at the costliest of them.
 
     Returns:
         The bin of each piece as ``Grid`` numbers them, int32 [pieces], and how many pieces were placed.
     """
-    pieces, microbatches = order.size, targets.size
-    slots = _empty_slots(pieces, targets, empty_cost, capacity, data_size, micro_batch_size, lockstep)
+    pieces, num_slots = order.size, targets.size * micro_batch_size
+    slots = Slots(
+        np.full((data_size, num_slots), capacity),
+        np.full((data_size, targets.size), empty_cost),
+        np.zeros(data_size),
+        np.full((data_size, num_slots), -1),
+        np.full(pieces, -1),
+    )
+    heights = np.empty((data_size // lockstep, targets.size))
+    heights[:] = targets
+    best, gain = np.zeros(data_size, dtype=np.int64), np.zeros(data_size)
+    wakes = np.full(data_size, capacity)  # largest piece for which another bin of the rank may be better
     total = 0.0
     for place in range(pieces):
         total += cost[order[place]]
     slots.lack[:] = total / data_size
-    for rank in range(data_size):
-        _find_best(slots, rank, capacity, lockstep, micro_batch_size)
-    empty, placed = data_size * microbatches * micro_batch_size, 0
+    placed, empty = 0, data_size * num_slots
     while placed < pieces and pieces - placed > empty:
         piece = order[placed]
-        rank = _find_rank(slots, room[piece], pull, lockstep, micro_batch_size)
-        if rank < 0:
-            if not _make_room(slots, room, cost, room[piece], micro_batch_size):
+        needed = room[piece]
+        chosen, chosen_worth = -1, -np.inf
+        for rank in range(data_size):
+            if wakes[rank] >= needed:
+                best[rank], gain[rank], wakes[rank] = _find_best(
+                    heights[rank // lockstep], slots.load[rank], slots.room[rank], needed, micro_batch_size
+                )
+            worth = gain[rank] + pull * slots.lack[rank]
+            if worth > chosen_worth:
+                chosen, chosen_worth = rank, worth
+        if chosen < 0:
+            if not _make_room(slots, room, cost, needed, micro_batch_size):
                 break
-            for each in range(data_size):
-                _find_best(slots, each, room[piece], lockstep, micro_batch_size)
-            rank = _find_rank(slots, room[piece], pull, lockstep, micro_batch_size)
-        slot = slots.best[rank]
-        empty -= slots.head[rank, slot] < 0
-        _put(slots, piece, rank, slot, room[piece], cost[piece], lockstep, micro_batch_size)
+            wakes[:] = capacity
+            continue
+        empty -= slots.head[chosen, best[chosen]] < 0
+        k = _put(slots, piece, chosen, best[chosen], needed, cost[piece], micro_batch_size)
+        wakes[chosen] = capacity
+        group = chosen // lockstep
+        if lockstep > 1 and slots.load[chosen, k] > heights[group, k]:
+            heights[group, k] = slots.load[chosen, k]
+            wakes[group * lockstep : (group + 1) * lockstep] = capacity
         placed += 1
     if pieces - placed <= empty:
-        placed = _fill_empty(slots, order, placed, room, cost, pull, micro_batch_size)
-    bins = np.full(pieces, -1, dtype=np.int32)
-    for rank in range(data_size):
-        for slot in range(slots.room.shape[1]):
-            k, j = slot // micro_batch_size, slot % micro_batch_size
-            piece = slots.head[rank, slot]
-            while piece >= 0:
-                bins[piece] = (k * data_size + rank) * micro_batch_size + j
-                piece = slots.below[piece]
-    return bins, placed
+        _fill_empty(slots, order[placed:], room, cost, targets, pull, micro_batch_size)
+        placed = pieces
+    return _bins_of(slots, micro_batch_size), placed
 
 
 @compiled
-def _empty_slots(pieces, targets, empty_cost, capacity, data_size, micro_batch_size, lockstep):
-    microbatches, groups = targets.size, data_size // lockstep
-    num_slots = microbatches * micro_batch_size
-    height = np.empty((groups, microbatches))
-    for group in range(groups):
-        height[group] = targets
-    return Slots(
-        np.full((data_size, num_slots), capacity),
-        np.full((data_size, microbatches), empty_cost),
-        height,
-        np.zeros(data_size),
-        np.full((data_size, num_slots), -1),
-        np.full(pieces, -1),
-        np.zeros(data_size, dtype=np.int64),
-        np.zeros(data_size),
-        np.zeros(data_size, dtype=np.int64),
-    )
+def _find_best(heights, load, room, needed, micro_batch_size):
+    """Of a rank's bins with room for ``needed`` tokens the one whose micro-batch is furthest below its height.
 
+    Args:
+        heights, load: of the rank's micro-batches, [M].
+        room: of its bins, [M * micro_batch_size].
+        needed: tokens.
+        micro_batch_size: bins of a micro-batch.
 
-@compiled
-def _find_best(slots, rank, needed, lockstep, micro_batch_size):
-    """The bin of a rank with room for ``needed`` tokens whose micro-batch is furthest below its height."""
-    height, load, rooms = slots.height[rank // lockstep], slots.load[rank], slots.room[rank]
+    Returns:
+        That bin, how far its micro-batch is below (-inf where nothing has room), and the largest piece for which another bin
+        may be better, one that has no room now.
+    """
     best, best_gain, wakes, slot = -1, -np.inf, 0, 0
     for k in range(load.size):
-        gain = height[k] - load[k]
+        gain = heights[k] - load[k]
         if gain > best_gain:
             found, most = -1, 0
             for each in range(slot, slot + micro_batch_size):
-                if rooms[each] > most:
-                    found, most = each, rooms[each]
+                if room[each] > most:
+                    found, most = each, room[each]
             if most >= needed:
                 best, best_gain = found, gain
             elif most > wakes:
                 wakes = most
         slot += micro_batch_size
-    slots.best[rank], slots.gain[rank], slots.wakes[rank] = best, best_gain, wakes
+    return best, best_gain, wakes
 
 
 @compiled
-def _find_rank(slots, needed, pull, lockstep, micro_batch_size):
-    """The rank whose best bin is the best of all for ``needed`` tokens; -1 where they fit nowhere."""
-    chosen, chosen_worth = -1, -np.inf
-    for rank in range(slots.lack.size):
-        if slots.wakes[rank] >= needed:
-            _find_best(slots, rank, needed, lockstep, micro_batch_size)
-        worth = slots.gain[rank] + pull * slots.lack[rank]
-        if slots.best[rank] >= 0 and worth > chosen_worth:
-            chosen, chosen_worth = rank, worth
-    return chosen
-
-
-@compiled
-def _put(slots, piece, rank, slot, needed, cost, lockstep, micro_batch_size):
-    """Put a piece into a bin, and look for the next best one of its rank."""
-    k, group = slot // micro_batch_size, rank // lockstep
+def _put(slots, piece, rank, slot, needed, cost, micro_batch_size):
+    """Put a piece into a bin; returns the micro-batch."""
+    k = slot // micro_batch_size
     slots.below[piece] = slots.head[rank, slot]
     slots.head[rank, slot] = piece
     slots.room[rank, slot] -= needed
     slots.load[rank, k] += cost
     slots.lack[rank] -= cost
-    if lockstep > 1 and slots.load[rank, k] > slots.height[group, k]:
-        slots.height[group, k] = slots.load[rank, k]
-        for other in range(group * lockstep, (group + 1) * lockstep):
-            _find_best(slots, other, needed, lockstep, micro_batch_size)
-    else:
-        _find_best(slots, rank, needed, lockstep, micro_batch_size)
+    return k
 
 
 @compiled
-def _fill_empty(slots, order, placed, room, cost, pull, micro_batch_size):
-    """Give the last pieces to the empty bins, one to each; returns how many are then placed."""
-    num_slots = slots.room.shape[1]
-    for place in range(placed, order.size):
-        chosen_rank, chosen_slot, chosen_worth = -1, -1, -np.inf
-        for rank in range(slots.lack.size):
-            group = rank // (slots.lack.size // slots.height.shape[0])
+def _fill_empty(slots, left, room, cost, targets, pull, micro_batch_size):
+    """Give the pieces that are left to the empty bins, one to each, the costliest first."""
+    data_size, num_slots = slots.room.shape
+    for piece in left:
+        chosen, chosen_slot, chosen_worth = -1, -1, -np.inf
+        for rank in range(data_size):
             for slot in range(num_slots):
                 if slots.head[rank, slot] < 0:
                     k = slot // micro_batch_size
-                    worth = slots.height[group, k] - slots.load[rank, k] + pull * slots.lack[rank]
+                    worth = targets[k] - slots.load[rank, k] + pull * slots.lack[rank]
                     if worth > chosen_worth:
-                        chosen_rank, chosen_slot, chosen_worth = rank, slot, worth
-        piece, k = order[place], chosen_slot // micro_batch_size
-        slots.head[chosen_rank, chosen_slot] = piece
-        slots.room[chosen_rank, chosen_slot] -= room[piece]
-        slots.load[chosen_rank, k] += cost[piece]
-        slots.lack[chosen_rank] -= cost[piece]
-    return order.size
+                        chosen, chosen_slot, chosen_worth = rank, slot, worth
+        _put(slots, piece, chosen, chosen_slot, room[piece], cost[piece], micro_batch_size)
+
+
+@compiled
+def _bins_of(slots, micro_batch_size):
+    """The bin of each piece as ``Grid`` numbers them, int32 [pieces]; -1 where it has none."""
+    data_size, num_slots = slots.room.shape
+    bins = np.full(slots.below.size, -1, dtype=np.int32)
+    for rank in range(data_size):
+        for slot in range(num_slots):
+            k, j = slot // micro_batch_size, slot % micro_batch_size
+            piece = slots.head[rank, slot]
+            while piece >= 0:
+                bins[piece] = (k * data_size + rank) * micro_batch_size + j
+                piece = slots.below[piece]
+    return bins
 
 
 @compiled

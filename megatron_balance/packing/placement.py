@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_balance.errors import BalanceError
+from megatron_balance.kernels import Shape, improve_placement
 from megatron_balance.packing.bins import Load, fill_bins, order_bins
 from megatron_balance.packing.cost import BinCost
 from megatron_balance.packing.grid import Grid
@@ -19,6 +20,7 @@ from megatron_balance.packing.pieces import PieceRule
 from megatron_balance.packing.profile import Profile
 from megatron_balance.packing.step import judge_of, micro_batch_s
 
+_SEED = 1
 PROFILE, FALLBACK = "profile", "fallback"
 
 
@@ -72,7 +74,33 @@ def place(
     filled = fill_bins(load, grid, targets, profile.alpha)
     if filled is not None:
         placements.insert(0, _judged(filled, PROFILE, load, grid))
-    return min(placements, key=lambda placement: placement.step_s)
+    best = min(placements, key=_step)
+    if anneal_evaluations:
+        best = min(
+            best, _judged(_improved(best.bins, load, grid, anneal_evaluations), best.method, load, grid), key=_step
+        )
+    return best
+
+
+def _improved(bins: np.ndarray, load: Load, grid: Grid, evaluations: int) -> np.ndarray:
+    topology, judge = grid.topology, judge_of(grid)
+    size = topology.micro_batch_size
+    return improve_placement(
+        judge.program,
+        topology.pipeline_size,
+        Shape(topology.data_size, topology.num_microbatches, size, grid.lockstep_size),
+        bins,
+        load.room,
+        load.piece_s / topology.num_stages,
+        load.empty_s * size / topology.num_stages,
+        load.seq_length,
+        evaluations,
+        _SEED,
+    )
+
+
+def _step(placement: Placement) -> float:
+    return placement.step_s
 
 
 def _judged(bins: np.ndarray, method: str, load: Load, grid: Grid) -> Placement:

@@ -23,19 +23,22 @@ from megatron.training.utils import get_blend_and_blend_per_split
 
 from megatron_balance.megatron import stored_layout
 from megatron_balance.megatron.packed import cursors
+from megatron_balance.megatron.packed.greeting import greeting
 from megatron_balance.megatron.packed.items import PackedDataset
+from megatron_balance.megatron.packed.log import COUNT, LOG
 from megatron_balance.megatron.packed.placing import Placing, agreed_cost, agreed_profile, grid_of
 from megatron_balance.megatron.packed.planner import Planner
 from megatron_balance.megatron.packed.stages import reads_tokens
+from megatron_balance.megatron.registry import registry
 from megatron_balance.packing.cost import BinCost
-from megatron_balance.packing.cut import cut
+from megatron_balance.packing.cut import GlobalBatch, batches
 from megatron_balance.packing.documents import Blend, Documents, default_cache_folder
-from megatron_balance.packing.epoch import Epoch
+from megatron_balance.packing.epoch import Epoch, epoch_pieces
 from megatron_balance.packing.grid import Grid
 from megatron_balance.packing.index import epoch_order
 from megatron_balance.packing.pieces import PieceRule
 from megatron_balance.packing.stream import Stream
-from megatron_balance.reporting import stops_on_error
+from megatron_balance.reporting import global_rank, say, stops_on_error
 
 _SAMPLES = 3  # global batches that the profile is tuned on
 
@@ -66,6 +69,9 @@ def datasets(num_samples: Sequence[int | None], vp_stage: int | None = None) -> 
     Raises:
         BalanceError: the data cannot be packed.
     """
+    _say_greeting()
+    registry.apply(LOG)
+    registry.apply(COUNT)
     with_tokens = mpu.get_tensor_model_parallel_rank() == 0 and reads_tokens(get_args(), vp_stage)
     return tuple(_built(split, items, with_tokens) for split, items in zip(Split, num_samples, strict=True))
 
@@ -124,6 +130,19 @@ def stream_of(split: Split) -> Stream:
     return Stream(blend, rule_of(args), args.seed, partial(_order, blend, args.seed, cache_folder(args)))
 
 
+def attention_share(args: Any) -> float:
+    """Attention of the documents of an average bin over that of one sequence that fills it: sums of squares.
+
+    To be asked on rank 0 alone, before Megatron has any process group.
+    """
+    rule = rule_of(args)
+    split = next(split for split in Split if sources_of(split))
+    tokens = np.concatenate([epoch_pieces(source.documents, rule).tokens for source, _ in sources_of(split)]).astype(
+        float
+    )
+    return float(tokens @ tokens / (tokens.sum() * rule.seq_length))
+
+
 @cache
 def placing() -> Placing:
     """How global batches are placed, by costs and a profile that rank 0 chooses."""
@@ -132,19 +151,23 @@ def placing() -> Placing:
     grid = grid_of(args, args.global_batch_size // (args.micro_batch_size * args.data_parallel_size))
     cost = BinCost(agreed_cost(args, grid), args.seq_length)
     split = next(split for split in Split if sources_of(split))
-    return Placing(
-        grid, rule, cost, agreed_profile(lambda: _samples(stream_of(split), grid), cost, rule, grid, cache_folder(args))
-    )
+
+    def samples() -> list[np.ndarray]:
+        return [batch.pieces.tokens for batch in _samples(stream_of(split), grid)]
+
+    return Placing(grid, rule, cost, agreed_profile(samples, cost, rule, grid, cache_folder(args)))
 
 
-def _samples(stream: Stream, grid: Grid) -> list[np.ndarray]:
-    """Tokens of the pieces of the first global batches."""
-    samples, cursor = [], stream.start
-    for _ in range(_SAMPLES):
-        batch = cut(stream, cursor, grid.num_bins)
-        samples.append(batch.pieces.tokens)
-        cursor = batch.stop
-    return samples
+def _samples(stream: Stream, grid: Grid) -> list[GlobalBatch]:
+    """The first global batches."""
+    return list(batches(stream, stream.start, [grid.num_bins] * _SAMPLES))
+
+
+@cache
+def _say_greeting() -> None:
+    if global_rank() == 0 and sources_of(Split.train) and not get_args().skip_train:
+        stream, how = stream_of(Split.train), placing()
+        say(greeting(stream.blend, _samples(stream, how.grid), how))
 
 
 def cache_folder(args: Any) -> Path | None:

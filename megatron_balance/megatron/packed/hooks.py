@@ -13,7 +13,6 @@ from megatron_balance import cpu
 from megatron_balance.errors import BalanceError
 from megatron_balance.megatron import stored_layout
 from megatron_balance.megatron.packed.attention import attention_hook, chosen
-from megatron_balance.megatron.packed.log import LOG
 from megatron_balance.megatron.packed.options import FLAG, TE, PackingOptions, refuse_conflicts
 from megatron_balance.megatron.registry import Hook, registry
 
@@ -39,7 +38,6 @@ def after_globals(args: Any, options: PackingOptions) -> None:
     if args.micro_batch_size > 1:
         registry.apply(ROWS)
     registry.apply(stored_layout.SAVE)
-    registry.apply(LOG)
 
 
 def packs(pretrain: Function) -> Function:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable
 from typing import Any
 
 from megatron_balance.megatron.packed.options import FLAG
+from megatron_balance.megatron.packed.planner import Window
 from megatron_balance.megatron.registry import Hook
 
 
@@ -23,16 +25,12 @@ def _with_packing(training_log: Callable[..., Any]) -> Callable[..., Any]:
 
 def _log(iteration: int) -> None:
     """Log the global batch that was just trained on, where and when Megatron logs its step."""
-    from megatron.core.datasets.utils import Split
     from megatron.training import get_args, get_tensorboard_writer, get_wandb_writer
     from megatron.training.utils import is_last_rank, print_rank_last
 
-    from megatron_balance.megatron.packed.data import planner_of
-
-    args = get_args()
-    if not is_last_rank() or iteration % args.log_interval:
+    if not is_last_rank() or iteration % get_args().log_interval:
         return
-    window = planner_of(Split.train).window(args.consumed_train_samples - 1)
+    window = _last_window()
     placement = window.placement
     values = {
         "fill": window.batch.fill,
@@ -50,4 +48,33 @@ def _log(iteration: int) -> None:
             wandb.log({f"packing/{name}": value}, iteration)
 
 
-LOG = Hook("megatron.training.training", "training_log", FLAG, "logs fill and predicted imbalance", _with_packing)
+def _last_window() -> Window:
+    """The global batch that was just trained on."""
+    from megatron.core.datasets.utils import Split
+    from megatron.training import get_args
+
+    from megatron_balance.megatron.packed.data import planner_of
+
+    return planner_of(Split.train).window(get_args().consumed_train_samples - 1)
+
+
+def _of_documents(num_floating_point_operations: Callable[..., float]) -> Callable[..., float]:
+    """Operations of a batch whose attention is within documents: their lengths are known from the plan, without asking other ranks.
+
+    For whole sequences Megatron counts ``batch_size * (a * s + b * s**2)``, in all versions; b follows from its count at 2 s.
+    """
+
+    def count(args: Any, batch_size: int, *rest: Any, **kwargs: Any) -> float:
+        whole = num_floating_point_operations(args, batch_size)
+        twice = copy.copy(args)
+        twice.seq_length = 2 * args.seq_length
+        attention = (num_floating_point_operations(twice, batch_size) - 2 * whole) / 2
+        tokens = _last_window().batch.pieces.tokens.astype(float)
+        return whole - attention * (1 - float(tokens @ tokens) / (batch_size * args.seq_length**2))
+
+    return count
+
+
+_TRAINING = "megatron.training.training"
+LOG = Hook(_TRAINING, "training_log", FLAG, "logs fill and predicted imbalance", _with_packing)
+COUNT = Hook(_TRAINING, "num_floating_point_operations", FLAG, "counts attention within documents", _of_documents)

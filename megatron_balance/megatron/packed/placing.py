@@ -12,7 +12,8 @@ import numpy as np
 
 from megatron_balance.costs.analytic import analytic_table
 from megatron_balance.megatron.agreement import decide_on_rank_0
-from megatron_balance.megatron.job_costs import device_here
+from megatron_balance.megatron.arguments import Options
+from megatron_balance.megatron.job_costs import device_here, device_of_job, table_of_job
 from megatron_balance.model import ModelSpec
 from megatron_balance.packing.cost import BinCost, SequenceCost
 from megatron_balance.packing.cut import GlobalBatch
@@ -46,13 +47,19 @@ class Placing:
 
 
 def agreed_cost(args: Any, grid: Grid) -> SequenceCost:
-    """Rank 0's estimate of what a sequence costs, on all ranks: they must not place by costs of different devices."""
+    """What a sequence costs by rank 0, on all ranks: they must not place by costs of different devices.
+
+    With ``--balanced-pipeline`` from the costs that the split is planned on, else estimated.
+    """
 
     def find() -> str:
-        model = ModelSpec.from_arguments(vars(args))
-        device = device_here()
-        table = analytic_table(model, grid.topology, device)
-        return json.dumps(astuple(SequenceCost.of_table(table, model, grid.topology, device)))
+        model, topology, options = ModelSpec.from_arguments(vars(args)), grid.topology, Options.from_args(args)
+        device = device_here() if options is None else device_of_job(options)
+        table = (
+            analytic_table(model, topology, device) if options is None else table_of_job(args, options, model, topology)
+        )
+        of_device = device if table.kind == "analytic" else None
+        return json.dumps(astuple(SequenceCost.of_table(table, model, topology, of_device)))
 
     linear, quadratic = json.loads(decide_on_rank_0("packing cost", find))
     return SequenceCost(tuple(linear), tuple(tuple(each) for each in quadratic))

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from megatron.core import mpu
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.utils import get_attr_wrapped_model
-from megatron.training import get_args, get_timers, training
+from megatron.training import get_args, get_timers
 
 from megatron_balance.megatron.packed.items import LABELS, POSITIONS, TOKENS, VALID
 from megatron_balance.megatron.packed.stages import reads_tokens
@@ -100,8 +100,6 @@ def _packed(positions: torch.Tensor) -> PackedSeqParams:
         **_known(tokens_per_sample=get_args().seq_length),
     )
     packed.lengths = lengths.tolist()
-    if (count := getattr(training, "update_seqlen_stats_from_cu_seqlens", None)) is not None:  # since 0.18
-        count(on_device)
     return packed
 
 

@@ -1,0 +1,65 @@
+"""What rank 0 says when packed training starts: how full the bins are, and what the plan is worth against the stock order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_balance.megatron.packed.placing import Placing
+from megatron_balance.packing.baselines import concatenate_and_chop
+from megatron_balance.packing.cut import GlobalBatch
+from megatron_balance.packing.documents import Blend, Totals
+from megatron_balance.packing.step import judge_of, micro_batch_s
+
+
+@dataclass(frozen=True)
+class Balance:
+    """Simulated steps of some global batches, on average.
+
+    Attributes:
+        step_over_ideal: step over that of ranks that never wait.
+        slowest_over_mean: work of the data-parallel rank with most over the mean rank's.
+    """
+
+    step_over_ideal: float
+    slowest_over_mean: float
+
+    @classmethod
+    def of(cls, placing: Placing, dealt: Sequence[tuple[np.ndarray, np.ndarray, int]]) -> Balance:
+        """From the tokens of the pieces, their bins and the number of bins of each global batch."""
+        steps, ranks = [], []
+        for tokens, bins, num_bins in dealt:
+            grid = placing.grid_of(num_bins)
+            seconds = micro_batch_s(bins, placing.cost.piece_s(tokens), placing.cost.empty_s, grid)
+            steps.append(judge_of(grid).step_s(seconds) / judge_of(grid).ideal_s(seconds))
+            work = seconds.sum(axis=(0, 2))
+            ranks.append(float(work.max() / work.mean()))
+        return cls(float(np.mean(steps)), float(np.mean(ranks)))
+
+    def __str__(self) -> str:
+        return f"{self.step_over_ideal:.3f} of ideal, slowest rank {self.slowest_over_mean:.3f} of the mean"
+
+
+def greeting(blend: Blend, batches: Sequence[GlobalBatch], placing: Placing) -> str:
+    """A few lines about the data and its first global batches."""
+    totals = [Totals.of(documents, placing.rule) for documents in blend.data_sets]
+    documents, labels, longer, without = (
+        sum(getattr(each, name) for each in totals)
+        for name in ("documents", "labels", "longer_than_bin", "without_labels")
+    )
+    fill = np.mean([batch.fill for batch in batches])
+    ours = Balance.of(placing, [(batch.pieces.tokens, placing(batch).bins, batch.num_bins) for batch in batches])
+    stock = Balance.of(placing, [_chopped(batch, placing) for batch in batches])
+    return (
+        f"megatron-balance: packing {documents:,} documents of {labels:,} labels into bins of {placing.rule.seq_length:,} tokens,"
+        f" {fill:.1%} full; {longer:,} documents are longer than a bin ({placing.rule.long_documents}), {without:,} have no label\n"
+        f"megatron-balance: simulated step of the first {len(batches)} global batches: {ours}; documents concatenated and"
+        f" chopped: {stock}"
+    )
+
+
+def _chopped(batch: GlobalBatch, placing: Placing) -> tuple[np.ndarray, np.ndarray, int]:
+    chopped = concatenate_and_chop(batch.pieces.tokens, placing.rule, placing.grid_of(batch.num_bins))
+    return chopped.tokens, chopped.bins, batch.num_bins
