@@ -93,6 +93,11 @@ class Side:
         """Simulated steps over ideal ones."""
         return float(self.predicted_s.sum() / self.ideal_s.sum())
 
+    @property
+    def loader_share(self) -> float:
+        """Median share of the step that is spent in the loader."""
+        return float(np.median(self.loader_s / self.step_s))
+
 
 @dataclass(frozen=True)
 class Predictor:
@@ -160,6 +165,11 @@ class Gain:
         return float(np.median(self._rate(self.packed, "predicted_s") / self._rate(self.stock, "predicted_s")))
 
     @property
+    def off(self) -> float:
+        """Predicted over measured, less one."""
+        return self.predicted / self.measured.value - 1
+
+    @property
     def measured_in_all(self) -> float:
         """Of all steps together."""
         return self._in_all("step_s")
@@ -177,7 +187,7 @@ class Gain:
 
     @property
     def work(self) -> float:
-        """Ideal seconds for each label, packed over stock: documents that are not chopped have more attention, and padding costs."""
+        """Ideal seconds for each label, packed over stock: chopped documents have less attention, and padding costs."""
         return float(
             (self.packed.ideal_s.sum() / self.packed.labels.sum())
             / (self.stock.ideal_s.sum() / self.stock.labels.sum())
