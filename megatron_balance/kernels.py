@@ -115,7 +115,10 @@ def sort_operations(sender, ranks):
 
 # --- the search over splits
 
-_PENALTY = 4.0  # share of the step that memory above a limit weighs while annealing, for each share of the limit
+# Share of the step that memory above a limit weighs while annealing, for each share of the limit: at first, and by how much
+# it then shrinks with each split that is judged while the present one fits, and grows while it does not.
+_PENALTY, _TIDE = 1.0, 0.003
+_LOOK = 0.1  # of the time to judge a split is what looking at its memory takes
 
 
 class Room(NamedTuple):
@@ -193,7 +196,8 @@ def anneal(problem, start, threshold, evaluations, seed):
     """Move layers between stages, from those on the critical path to those off it.
 
     Memory above the limit is punished, not forbidden, so that the way between two splits that fit may lead through some
-    that do not.
+    that do not. How much is found on the way: under a tight limit most splits that fit are islands, and a penalty that ebbs
+    on an island until some way leads off it, and then rises until one ends on the next, needs no tuning to the job.
 
     Args:
         problem: the Problem.
@@ -203,40 +207,45 @@ def anneal(problem, start, threshold, evaluations, seed):
         seed: of the proposals.
 
     Returns:
-        The best split met that fits, and its worth: never worse than the start's; infinite where none fitted.
+        The best split met that fits, and its worth: never worse than the start's. Where none fitted, the one with the least
+        memory above the limit, and infinity.
     """
     durations, free, end = _scratch(problem)
-    pull = np.empty(start.size)
+    pull = np.empty((2, start.size))
     layers, best, moved = start.copy(), start.copy(), start.copy()
     excess = _excess(problem, layers)
     worth = _judge(problem, layers, durations, free, end)
-    best_worth = worth if excess == 0.0 else np.inf
-    _pull_of_stages(problem, end, layers, excess, pull)
+    best_worth, best_excess, penalty = worth, excess, _PENALTY
+    _pull_of_stages(problem, end, layers, excess, penalty, pull)
     state = np.uint64(seed + start.size)
-    judged = 1
+    judged, look = 1.0, 0.0 if problem.room.limit_bytes == np.inf else _LOOK
     for _ in range(20 * evaluations):
         if judged >= evaluations:
             break
         state, added = _move(problem, state, pull, layers, moved)
         if added == np.inf:
             continue
-        punished = worth * (1.0 + _PENALTY * excess)
+        punished = worth * (1.0 + penalty * excess)
         allowed = punished + threshold * min(best_worth, punished) * (1.0 - judged / evaluations)
-        moved_excess = _excess(problem, moved)
         # In a convex problem the present critical path tells how much the move costs at least.
-        floor = worth + added if problem.equal_layers and excess == 0.0 else 0.0
-        if floor * (1.0 + _PENALTY * moved_excess) > allowed:
+        floor = worth + added if problem.equal_layers else 0.0
+        if floor > allowed:
+            continue
+        moved_excess = _excess(problem, moved)
+        judged += look
+        if floor * (1.0 + penalty * moved_excess) > allowed:
             continue
         moved_worth = _judge(problem, moved, durations, free, end)
         judged += 1
-        if moved_worth * (1.0 + _PENALTY * moved_excess) <= allowed:
+        if moved_worth * (1.0 + penalty * moved_excess) <= allowed:
             worth, excess = moved_worth, moved_excess
             layers[:] = moved
-            _pull_of_stages(problem, end, layers, excess, pull)
-            if excess == 0.0 and worth < best_worth:
-                best_worth = worth
+            _pull_of_stages(problem, end, layers, excess, penalty, pull)
+            if excess < best_excess or (excess == best_excess and worth < best_worth):
+                best_worth, best_excess = worth, excess
                 best[:] = layers
-    return best, best_worth
+        penalty *= 1.0 - _TIDE if excess == 0.0 else 1.0 + _TIDE
+    return best, best_worth if best_excess == 0.0 else np.inf
 
 
 @compiled
@@ -249,7 +258,7 @@ def _move(problem, state, pull, layers, moved):
     Returns:
         The generator's next state, and the seconds that the move adds to the critical path; infinite if it is none.
     """
-    state, giver, taker = _propose(state, pull)
+    state, giver, taker = _propose(state, pull[1])
     ranks, width = problem.ranks, 1
     if ranks < layers.size:
         state, kind = _pick(state, 8)
@@ -268,7 +277,7 @@ def _move(problem, state, pull, layers, moved):
         if moved[giver] > problem.least[giver] and moved[taker] < problem.most[taker]:
             moved[giver] -= 1
             moved[taker] += 1
-            added += pull[taker] - pull[giver]
+            added += pull[0, taker] - pull[0, giver]
             done = True
         giver, taker = giver + 1, taker + 1
     return state, added if done else np.inf
@@ -335,25 +344,27 @@ def _excess(problem, layers):
     """Sum over the ranks of what their peaks are above the limit, as a share of it; 0 where all fit."""
     if problem.room.limit_bytes == np.inf:
         return 0.0
-    excess = 0.0
+    excess, stops = 0.0, np.cumsum(layers)
     for rank in range(problem.ranks):
-        peak = _peak(problem, layers, rank)
+        peak = _peak(problem, layers, stops, rank)
         if peak > problem.room.limit_bytes * (1.0 + 1e-12):
             excess += peak / problem.room.limit_bytes - 1.0
     return excess
 
 
 @compiled
-def _peak(problem, layers, rank):
-    """Bytes of a rank's peak: state, the worst activations in flight, the largest working memory."""
+def _peak(problem, layers, stops, rank):
+    """Bytes of a rank's peak: state, the worst activations in flight, the largest working memory.
+
+    ``stops`` [stages] is the layer behind each stage.
+    """
     room, ranks = problem.room, problem.ranks
     first, last = room.first_flight[rank], room.first_flight[rank + 1]
     kept = np.zeros(last - first)
-    state, working, stop = 0.0, 0.0, 0
-    for stage in range(layers.size):
-        start, stop = stop, stop + layers[stage]
-        if stage % ranks != rank:
-            continue
+    state, working = 0.0, 0.0
+    for stage in range(rank, layers.size, ranks):
+        stop = stops[stage]
+        start = stop - layers[stage]
         state += room.before[0, stop] - room.before[0, start] + room.ends[0, stage]
         activations = room.before[1, stop] - room.before[1, start] + room.ends[1, stage]
         for flight in range(first, last):
@@ -367,9 +378,9 @@ def _peak(problem, layers, rank):
 @compiled
 def peaks_of(problem, layers):
     """Bytes of each rank's peak, [ranks]."""
-    peaks = np.empty(problem.ranks)
+    peaks, stops = np.empty(problem.ranks), np.cumsum(layers)
     for rank in range(peaks.size):
-        peaks[rank] = _peak(problem, layers, rank)
+        peaks[rank] = _peak(problem, layers, stops, rank)
     return peaks
 
 
@@ -412,35 +423,37 @@ def _unevenness(durations, stages):
 
 
 @compiled
-def _pull_of_stages(problem, end, layers, excess, pull):
-    """Seconds that one more mean layer in each stage adds along the critical path, into ``pull`` [stages].
+def _pull_of_stages(problem, end, layers, excess, penalty, pull):
+    """Seconds that one more mean layer in each stage adds along the critical path, into ``pull[0]`` [stages].
 
-    The update that lasts longest is the path's end. Where memory is above its limit, the punishment of what the mean layer
-    adds to it counts, too.
+    The update that lasts longest is the path's end. In ``pull[1]`` the punishment of the memory that the layer adds counts,
+    too, on ranks that are above the limit.
     """
     pull[:] = 0.0
-    stages, count = pull.size, problem.before.shape[1] - 1
+    seconds, punished = pull[0], pull[1]
+    stages, count = seconds.size, problem.before.shape[1] - 1
     place = np.int32(np.argmax(end))
     step = end[place]
     while place != end.size - 1:
         cost = problem.program.cost[place]
-        pull[cost % stages] += problem.before[cost // stages, count] / count
+        seconds[cost % stages] += problem.before[cost // stages, count] / count
         place = waited_for(problem.program, end, problem.p2p_s, place)
-    room, ranks = problem.room, problem.ranks
+    room, ranks, stops = problem.room, problem.ranks, np.cumsum(layers)
     _, updating = _update(problem, layers)
     for stage in range(updating, stages, ranks):
-        pull[stage] += problem.updates[count] / count
+        seconds[stage] += problem.updates[count] / count
+    punished[:] = seconds
     if excess == 0.0:
         return
     for rank in range(ranks):
-        if _peak(problem, layers, rank) <= room.limit_bytes:
+        if _peak(problem, layers, stops, rank) <= room.limit_bytes:
             continue
         for stage in range(rank, stages, ranks):
             most = 0.0
             for flight in range(room.first_flight[rank], room.first_flight[rank + 1]):
                 most = max(most, room.flights[flight, stage // ranks])
             added = (room.before[0, count] + most * room.before[1, count]) / count
-            pull[stage] += _PENALTY * step * added / room.limit_bytes
+            punished[stage] += penalty * step * added / room.limit_bytes
 
 
 @compiled

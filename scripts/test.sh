@@ -15,7 +15,8 @@ Makes two virtual environments (each skipped when done before) and runs the test
 Arguments are passed on to pytest in both.
 
 Environment:
-  MEGATRON_LM_PATH  a Megatron-LM checkout: the suite then also trains with its own pretrain_gpt.py
+  MEGATRON_LM_PATH       a Megatron-LM checkout: the suite then also trains with its own pretrain_gpt.py
+  MEGATRON_BALANCE_DATA  folder of public traces (default ../shared/data); tests that read them are skipped without it
 HELP
 }
 
@@ -25,7 +26,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/lib/python.sh
 
 ensure_venv .venv 3.12
-install_project .venv quickstart,test "megatron-core==0.19.*"
+install_project .venv quickstart,test,trace "megatron-core==0.19.*"
 .venv/bin/python -m ruff check .
 .venv/bin/python -m pytest "$@"
 

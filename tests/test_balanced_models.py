@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -75,21 +78,51 @@ HETEROGENEOUS = (
 )
 
 
-@pytest.mark.parametrize("placement", ["any", "last"])
-def test_megatron_accepts_the_plan_of_deepseek_v3(tmp_path, placement):
-    from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
-
-    file = tmp_path / "plan.json"
-    flags = f"{DEEPSEEK_V3} --balanced-pipeline-mtp-placement {placement} --balanced-pipeline-plan {file}"
-    run = dry_run(tmp_path, flags.split(), 1024)
+@pytest.fixture(scope="module", params=["any", "last"])
+def deepseek_v3_plan(request, tmp_path_factory) -> tuple[str, dict]:
+    """Placement of multi-token prediction, and the plan of DeepSeek-V3 with it."""
+    folder = tmp_path_factory.mktemp("deepseek-v3")
+    file = folder / "plan.json"
+    flags = f"{DEEPSEEK_V3} --balanced-pipeline-mtp-placement {request.param} --balanced-pipeline-plan {file}"
+    run = dry_run(folder, flags.split(), 1024)
     assert run.status == 0, run.output
-    plan = json.loads(file.read_text())
-    text = plan["layout"]
+    return request.param, json.loads(file.read_text())
+
+
+VALIDATE = """
+import json, sys
+import megatron.core
+from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
+layout = PipelineParallelLayerLayout.from_str(sys.argv[1], 16)
+apart = layout.validate_layer_layout(num_layers=61, mtp_num_layers=1)
+print(json.dumps([megatron.core.__file__, layout.virtual_pipeline_model_parallel_size, apart]))
+"""
+
+
+def validated(text: str, *folders: Path) -> list:
+    """Where the Megatron that is found first in ``folders`` lies, virtual stages, whether prediction is apart from the head."""
+    path = os.pathsep.join([*map(str, folders), os.environ.get("PYTHONPATH", "")])
+    run = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", VALIDATE, text],
+        env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr
+    return json.loads(run.stdout.splitlines()[-1])
+
+
+def test_megatron_accepts_the_plan_of_deepseek_v3(deepseek_v3_plan):
+    placement, plan = deepseek_v3_plan
     assert plan["p2p_s"] > 0  # by an H100's link
-    layout = PipelineParallelLayerLayout(text, 16)
-    apart = layout.validate_layer_layout(num_layers=61, mtp_num_layers=1)
-    assert layout.virtual_pipeline_model_parallel_size == 2
-    assert not (apart and placement == "last"), text
+    _, virtual, apart = validated(plan["layout"])
+    assert virtual == 2
+    assert not (apart and placement == "last"), plan["layout"]
+
+
+def test_checkout_accepts_the_plan_of_deepseek_v3(deepseek_v3_plan, megatron_lm):
+    placement, plan = deepseek_v3_plan
+    file, virtual, apart = validated(plan["layout"], megatron_lm)
+    assert Path(file).is_relative_to(megatron_lm) and virtual == 2
+    assert not (apart and placement == "last"), plan["layout"]
 
 
 @pytest.mark.parametrize(

@@ -165,6 +165,26 @@ def test_measured_head_gives_the_gain_of_the_published_job() -> None:
     assert limited.proven
 
 
+def test_tight_memory_is_crossed_by_splits_that_do_not_fit() -> None:
+    """A near-even split takes 35 GB on a rank, and few of those that fit in 26 are a move of one layer apart."""
+    costs, topology = LLAMA_3_70B, Topology(8, 128, 5)
+    table = ElementMemory(0.8, 0.0, 0.26)
+    memory = ChainMemory(table, (ElementMemory(0.65, 0.27, 0.16),) * 80, ElementMemory(), table)
+    simulator, room = Simulator(topology), MemoryLimit(memory, 26.0)
+    split = find_split(costs, simulator, memory=room, allow_empty=True, sharpens_bound=False)
+    assert rank_peaks(memory, topology, split.layers).max() <= 26.0 * (1 + 1e-9)
+    assert step_s(costs, simulator, split.layers) / even_s(costs, topology) <= 1.41
+
+
+def test_a_split_that_fits_is_found_where_stages_may_be_empty() -> None:
+    """The rows of the program cannot know which ranks hold a layer, and so need what it takes while it runs."""
+    layer, table = ElementMemory(2.43, 0.533, 0.327), ElementMemory(1.6, 0.0, 0.5)
+    memory = ChainMemory(table, (layer,) * 126, ElementMemory(), table)
+    case = Case(LLAMA_31_405B, Simulator(Topology(16, 32, 8)), 127, MemoryLimit(memory, 66.0), allow_empty=True)
+    _, split = cuts.fitting_split(case, search._lightest(case, starting_splits(case)))
+    assert split is not None and case.fits(split)
+
+
 # --- properties, on small cases
 
 

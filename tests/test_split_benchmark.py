@@ -5,13 +5,17 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from megatron_balance.errors import BalanceError
 from megatron_balance.schedule.simulate import Simulator
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "scripts" / "bench"))
 
+import split_models
 from split_cases import TOLERANCE, Case, PeerRow, cases, even_s, peer_rows, step_s
+from split_trace import RECORDED, Trace, read_trace
 
 PUBLISHED = [case for case in cases() if case.published_reference is not None]
 
@@ -29,3 +33,38 @@ def test_rules_of_others_give_their_published_figures(row: PeerRow) -> None:
 def test_published_layouts_take_their_published_figures(case: Case) -> None:
     step = step_s(case.costs, Simulator(case.topology), case.reference.layers, case.reference_mtp_stage)
     assert step / case.even_s == pytest.approx(case.published_reference, abs=TOLERANCE)
+
+
+# --- a real job's recorded steps
+
+
+@pytest.fixture(scope="module")
+def trace() -> Trace:
+    try:
+        return read_trace()
+    except BalanceError as error:
+        pytest.skip(str(error))
+
+
+def test_replaying_recorded_passes_takes_the_recorded_pipelines_time(trace: Trace) -> None:
+    """Every replica of every step, with what the last stage's transfers take, whose receivers wait for them."""
+    last = (trace.operation == "backward-send") & (trace.stage == trace.topology.pipeline_size - 1)
+    simulator = Simulator(trace.topology, p2p_s=float(np.median((trace.end_s - trace.start_s)[last])))
+    for step in np.unique(trace.step):
+        for replica in np.unique(trace.dp_rank):
+            recorded_s = trace.pipeline_s(step, replica)
+            assert simulator.step_s(*trace.passes_s(step, replica)) == pytest.approx(recorded_s, rel=0.001)
+
+
+def test_costs_of_the_trace_are_those_published(trace: Trace) -> None:
+    published = split_models.st_trace_costs()
+    for ours, theirs in ((trace.costs.mean_layer, published.mean_layer), (trace.costs.head, published.head)):
+        assert (ours.forward_s, ours.backward_s) == pytest.approx((theirs.forward_s, theirs.backward_s), rel=0.02)
+
+
+@pytest.mark.parametrize(("layers", "gain"), [((9, 11, 11, 5), 0.136), ((13, 10, 10, 3), 0.191)])
+def test_whole_step_of_the_trace_gains_what_is_published(trace: Trace, layers: tuple[int, ...], gain: float) -> None:
+    unchanged = trace.step_with_s(layers)
+    assert trace.step_s / unchanged - 1 == pytest.approx(gain, abs=TOLERANCE)
+    by_layers = trace.simulated_s(layers) + trace.grown_rest_s(layers)
+    assert unchanged < by_layers < trace.step_with_s(RECORDED)

@@ -19,6 +19,7 @@ _WORK, _WAIT, _OURS, _OURS_WAIT = "#9db7d9", "#e4e7ec", "#2f6fc4", "#bcd2ef"
 _DOCUMENTS, _TOKENS = "#f2b880", "#3b7dd8"
 _INK, _FAINT, _BOUND = "#22262e", "#6b7280", "#c0392b"
 _COLOURS = "YlGnBu"
+_LEAST_RANGE = 0.05  # of colours around the mean: what hardly differs looks so
 
 
 def check_picture_file(path: str) -> None:
@@ -60,10 +61,11 @@ def _headline(report: Report) -> str:
     request, gain = report.request, report.gain_over(UNDIVIDED)
     sizes = request.grid.topology
     virtual = f" VPP{sizes.virtual_size}" if sizes.virtual_size > 1 else ""
+    bins, microbatches = request.grid.num_bins, sizes.num_microbatches
     return (
-        f"Packed: {signed_percent(gain)} tokens a second over stock's chopped documents\n{request.grid.num_bins:,} bins of"
+        f"Packed: {signed_percent(gain)} tokens a second over stock's chopped documents\n{bins:,} bin{'s' * (bins > 1)} of"
         f" {request.rule.seq_length:,} tokens a step, DP{sizes.data_size} PP{sizes.pipeline_size}{virtual},"
-        f" {sizes.num_microbatches} micro-batches of {sizes.micro_batch_size}"
+        f" {microbatches} micro-batch{'es' * (microbatches > 1)} of {sizes.micro_batch_size}"
     )
 
 
@@ -142,7 +144,8 @@ def _heatmaps(figure: Any, report: Report, found: Study) -> None:
     shown = [(report.outcome(key).name, found.steps[key][0]) for key in (CHOPPED, OURS)]
     costs = [step.seconds.sum(axis=0) for _, step in shown]
     mean = float(costs[1].mean())
-    least, most = min(float(cost.min()) for cost in costs) / mean, max(float(cost.max()) for cost in costs) / mean
+    least = min(1 - _LEAST_RANGE, *(float(cost.min()) / mean for cost in costs))
+    most = max(1 + _LEAST_RANGE, *(float(cost.max()) / mean for cost in costs))
     panels = figure.subplots(1, 2, sharey=True)
     for axes, (name, step), cost in zip(panels, shown, costs, strict=True):
         image = axes.imshow(cost / mean, aspect="auto", cmap=_COLOURS, vmin=least, vmax=most, interpolation="nearest")

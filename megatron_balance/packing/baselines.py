@@ -79,7 +79,7 @@ def first_fit(tokens: np.ndarray, bin_cost: BinCost, rule: PieceRule, grid: Grid
     bins = first_fit_bins(_checked_room(tokens, rule), rule.seq_length)
     grid = _at_least(grid, int(bins.max()) + 1)
     _check_number(tokens.size, grid)
-    kernels.fill_empty(kernels.longest_first(tokens), bins, grid.num_bins)
+    kernels.fill_empty(kernels.longest_first(rule.room(tokens)), bins, grid.num_bins)
     cost = np.bincount(bins, bin_cost.piece_s(tokens).sum(axis=0), grid.num_bins)
     return Packed(tokens, deal_small_ends(cost, grid)[bins], grid)
 

@@ -38,10 +38,12 @@ FORMAT, FORMAT_VERSION = "megatron-balance packing profile", 1
 
 _KNOTS = 12  # of a hump; also the most groups of micro-batches with targets of their own
 _GROUPS = (0.6, 1.4, 1.0)  # first, middle and last group: what to begin with
-_HUMPS = ((0.25, 0.7), (0.45, 0.8), (0.1, 0.35))  # where the plateau of a hump begins and ends: what to begin with
-_ENDS, _PLATEAU = 0.2, 1.6
+# Where the plateau of a hump begins and ends, its height, and alpha: what to begin with.
+_HUMPS = ((0.45, 0.75, 4.0, 8.0), (0.25, 0.65, 3.0, 5.0), (0.1, 0.4, 2.0, 4.0), (0.3, 0.7, 1.6, 2.0))
+_ENDS = 0.2
 _ALPHA = 2.0
-_TRIALS, _REST = 120, 480  # steps of the search from each start, then from the best
+# How many profiles go on after each round of the search, and how often each is varied in it.
+_ROUNDS = ((4, 90), (2, 150), (1, 340))
 _FIRST_STRIDE, _LAST_STRIDE = 0.6, 0.06  # relative changes
 _FITS_NOT = 1e3  # step over ideal of a batch whose pieces did not fit
 _SEED = 5
@@ -97,33 +99,31 @@ def tune(
     batches = [(Load.of(tokens, bin_cost, rule), each) for tokens, each in zip(samples, grids, strict=True)]
     for load, each in batches:
         load.check(each)
-    starts = _starts(grids[0].topology)
-    steps, done = len(starts) * _TRIALS + _REST, 0
-
-    def search(profile: Profile, trials: int, strides: tuple[float, float], seed: int) -> Profile:
-        nonlocal done
-        draw = np.random.RandomState(seed).random_sample  # the one stream that numpy promises never to change
-        for turn in range(trials):
-            stride = strides[0] + (strides[1] - strides[0]) * turn / trials
-            profile = min(profile, _judged(_varied(profile, stride, draw), batches), key=_step)
-            done += 1
-            progress(done / steps)
-        return profile
-
-    middle = (_FIRST_STRIDE + _LAST_STRIDE) / 2
-    tried = [
-        search(_judged(start, batches), _TRIALS, (_FIRST_STRIDE, middle), _SEED + turn)
-        for turn, start in enumerate(starts)
-    ]
-    return search(min(tried, key=_step), _REST, (middle, _LAST_STRIDE), _SEED + len(starts))
+    kept, done = [_judged(start, batches) for start in _starts(grids[0].topology)], 0
+    rounds = [(min(most, len(kept)), trials) for most, trials in _ROUNDS]
+    trials_in_all = sum(most * trials for most, trials in rounds)
+    draw = np.random.RandomState(_SEED).random_sample  # the one stream that numpy promises never to change
+    for turn, (most, trials) in enumerate(rounds):
+        kept = sorted(kept, key=_step)[:most]
+        for place, profile in enumerate(kept):
+            for trial in range(trials):
+                cooled = (turn + trial / trials) / len(rounds)
+                varied = _varied(profile, _FIRST_STRIDE + (_LAST_STRIDE - _FIRST_STRIDE) * cooled, draw)
+                profile = min(profile, _judged(varied, batches), key=_step)
+                done += 1
+                progress(done / trials_in_all)
+            kept[place] = profile
+    return min(kept, key=_step)
 
 
 def _starts(topology: Topology) -> list[Profile]:
     if topology.virtual_size > 1:
         groups = min(_KNOTS, -(-topology.num_microbatches // topology.group_size))
         return [Profile(tuple(np.interp(_spread(groups), (0.0, 0.5, 1.0), _GROUPS).tolist()), by_group=True)]
-    ends = (_ENDS, _PLATEAU, _PLATEAU, _ENDS)
-    return [Profile(tuple(np.interp(_spread(_KNOTS), (0.0, *hump, 1.0), ends).tolist())) for hump in _HUMPS]
+    return [
+        Profile(tuple(np.interp(_spread(_KNOTS), (0.0, rise, fall, 1.0), (_ENDS, top, top, _ENDS)).tolist()), alpha)
+        for rise, fall, top, alpha in _HUMPS
+    ]
 
 
 def _varied(profile: Profile, stride: float, draw: Callable[[], float]) -> Profile:

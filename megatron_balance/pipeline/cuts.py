@@ -8,7 +8,7 @@ it finds, of those near the best known, shows more paths.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 
 import numpy as np
@@ -284,6 +284,16 @@ def fitting_split(case: Case, near: np.ndarray) -> tuple[bool, np.ndarray | None
     blocks = _Blocks.of(case)
     if blocks is None:
         return True, None
+    possible, split = _within_memory(case, blocks, near)
+    if split is not None and not case.fits(split):
+        # Where a rank may be empty, the program leaves out what a layer takes while it runs.
+        tighter = replace(case.memory, limit_bytes=case.memory.limit_bytes - case.problem.room.working.max())
+        _, other = _within_memory(replace(case, memory=tighter), blocks, near)
+        split = split if other is None else other
+    return possible, split
+
+
+def _within_memory(case: Case, blocks: _Blocks, near: np.ndarray) -> tuple[bool, np.ndarray | None]:
     program = CutBound(case, blocks, unit_s=case.costs.total.total_s)
     split = near
     while program.add_memory(split):

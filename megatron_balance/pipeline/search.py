@@ -246,9 +246,16 @@ def _refine(found: _Found) -> None:
         return
     problem = found.case.problem
     steps = judge_all(problem, found.starts)
-    start = found.starts[steps.argmin()] if np.isfinite(steps.min()) else found.layers
+    if np.isfinite(steps.min()):
+        start = found.starts[steps.argmin()]
+        for seed in _SEEDS:
+            found.take(_annealed(problem, start, _COOL, _ROUND_OPERATIONS, seed)[None])
+        return
+    # Memory keeps all good starts out, so that the way is far: hot rounds of coarse steps, then of the whole step.
+    coarse = _coarse(found.case).problem
     for seed in _SEEDS:
-        found.take(_annealed(problem, start, _COOL, _ROUND_OPERATIONS, seed)[None])
+        start = _annealed(coarse, found.layers, _HOT, 2 * _COARSE_ROUND, seed)
+        found.take(np.stack([start, _annealed(problem, start, _COOL, _ROUND_OPERATIONS // 4, seed)]))
 
 
 def _lightest(case: Case, splits: np.ndarray) -> np.ndarray:

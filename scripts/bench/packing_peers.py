@@ -14,6 +14,7 @@ import io
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
 import numpy as np
 
@@ -66,6 +67,7 @@ class Peer:
     missing: str = ""
 
 
+@cache
 def peers() -> tuple[Peer, ...]:
     """Everybody, installed or not."""
     return (
@@ -86,7 +88,7 @@ def _installed(name: str, package: str, module: str, adapt: Callable) -> Peer:
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
             loaded = importlib.import_module(module)
     except ImportError as error:
-        return Peer(name, None, f"not installed ({error})")
+        return Peer(name, None, str(error))
     return Peer(f"{name} {_version(package)}", adapt(loaded))
 
 

@@ -2,7 +2,9 @@
 """How good the planner's splits are: published models and layouts, the best figures known, and other frameworks' rules.
 
 Everything is simulated on FLOPs (``split_models.py``), without communication; figures are the step over that of a perfectly
-even split under the same schedule. Exits with 1 if some figure is not reached.
+even split under the same schedule. A real job's whole step is taken from its public trace (``split_trace.py``; needs the extra
+``bench`` and ``MEGATRON_BALANCE_DATA``, by default ``../shared/data``); without it these rows are left out, and said so.
+Exits with 1 if some figure is not reached.
 
     python scripts/bench/split.py [--only TEXT] [--markdown]
 """
@@ -23,7 +25,9 @@ if str(ROOT) not in sys.path:  # run from a checkout that is not installed
     sys.path.insert(0, str(ROOT))
 
 from split_cases import NEAR_EQUAL, RULES, TOLERANCE, Case, PeerRow, cases, even_s, peer_rows, step_s  # noqa: E402
+from split_trace import RECORDED, Trace, read_trace  # noqa: E402
 
+from megatron_balance.costs.chain import ElementCost  # noqa: E402
 from megatron_balance.errors import BalanceError  # noqa: E402
 from megatron_balance.pipeline.layout import Layout  # noqa: E402
 from megatron_balance.pipeline.memory import MemoryLimit, rank_peaks  # noqa: E402
@@ -74,7 +78,8 @@ class Result:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
-    chosen = [case for case in cases() if options.only.lower() in case.name.lower()]
+    trace, absent = _trace_or_reason()
+    chosen = [case for case in cases(trace) if options.only.lower() in case.name.lower()]
     peers = [row for row in peer_rows() if options.only.lower() in row.name.lower()]
     if not chosen and not peers:
         print(f"no case has {options.only!r} in its name", file=sys.stderr)
@@ -90,6 +95,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print()
         _print_table(("model, ranks", *RULES, "best known", "ours"), peer_cells)
     print("\n" + _no_gain(results, peers, peer_cells))
+    if whole := [result for result in results if result.case.rest_s]:
+        print("\n" + _rest(trace, whole))
+    if absent is not None:
+        print(f"\nLeft out, the whole step of the ST trace: {absent}")
     missed = sum(bool(result.remark) for result in results) + sum("!" in "".join(cells) for cells in peer_cells)
     verdict = f"{missed} of {len(results) + len(peers)} rows are not as they should be" if missed else "all reached"
     print(f"\n{verdict}", file=sys.stderr if options.markdown else sys.stdout)
@@ -103,6 +112,14 @@ def _parser() -> argparse.ArgumentParser:
         "--markdown", action="store_true", help="the tables alone and where nothing is gained, for the README"
     )
     return parser
+
+
+def _trace_or_reason() -> tuple[Trace | None, str | None]:
+    """The trace of a real job, or why there is none."""
+    try:
+        return read_trace(), None
+    except BalanceError as error:
+        return None, str(error)
 
 
 def _run(case: Case, show_layers: bool) -> Result:
@@ -192,6 +209,28 @@ def _no_gain(results: Sequence[Result], peers: Sequence[PeerRow], peer_cells: Se
         same = [rule for rule, cell in zip(RULES, cells[1:], strict=False) if cell.split()[0] == cells[-1].split()[0]]
         equal += [f"{row.name} ({', '.join(same)})"] if same else []
     return f"No faster than what it is compared with: {'; '.join(equal) or 'nowhere'}."
+
+
+def _rest(trace: Trace, results: Sequence[Result]) -> str:
+    """What the trace's step is made of, and the least that our splits gain on it: where the rest grows with the layers."""
+    layer, head = trace.costs.mean_layer, trace.costs.head
+    least = [
+        _figure(
+            result.case, trace.step_with_s(RECORDED) / (result.split_s + trace.grown_rest_s(result.split.layers)) - 1
+        )
+        for result in results
+        if result.split is not None
+    ]
+    return (
+        f"ST trace: a layer takes {_both_ms(layer)}, the head {_both_ms(head)}; of the median step of"
+        f" {1e3 * trace.step_s:.0f} ms the recorded split's pipeline is {1e3 * trace.simulated_s(RECORDED):.0f} ms, the rest"
+        f" {1e3 * trace.rest_s:.0f} ms. If all-gather, reduce-scatter and optimizer went by a rank's layers alone, whole steps"
+        f" would gain {' and '.join(least)}."
+    )
+
+
+def _both_ms(cost: ElementCost) -> str:
+    return f"{1e3 * cost.forward_s:.2f} + {1e3 * cost.backward_s:.2f} ms"
 
 
 def _warm_up() -> None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 import split_models as models
 import split_peers as peers
+from split_trace import RECORDED, Trace
 
 from megatron_balance.costs.chain import ChainCosts
 from megatron_balance.costs.memory import ChainMemory
@@ -44,6 +45,7 @@ class Case:
         published_reference: the reference's published figure.
         memory: elements' bytes, where the reference's worst rank is the limit.
         gain: the figure is the reference's step over ours, minus 1: more is better.
+        rest_s: seconds of the step beside the pipeline, the same for every split; part of a gain alone.
         never_worse: ours may not be slower than the reference.
         proven: the bound has to be reached, too.
         mtp_last: multi-token prediction stays beside the head, as Megatron before 0.16 wants it.
@@ -58,6 +60,7 @@ class Case:
     published_reference: float | None = None
     memory: ChainMemory | None = None
     gain: bool = False
+    rest_s: float = 0.0
     never_worse: bool = False
     proven: bool = False
     mtp_last: bool = False
@@ -73,7 +76,9 @@ class Case:
         return self.reference.mtp.index(max(self.reference.mtp)) if any(self.reference.mtp) else None
 
     def figure(self, seconds: float, reference_s: float | None) -> float:
-        return reference_s / seconds - 1 if self.gain else seconds / self.even_s
+        if self.gain:
+            return (reference_s + self.rest_s) / (seconds + self.rest_s) - 1
+        return seconds / self.even_s
 
     def reached(self, seconds: float, reference_s: float | None) -> bool:
         """Whether a split that takes ``seconds`` is as good as has to be."""
@@ -97,9 +102,9 @@ class Case:
         return self.topology.virtual_size > 1
 
 
-def cases() -> list[Case]:
-    """Every row, in the order of the table."""
-    return [*_megatron_cases(), *_hand_made_cases(), *_trace_cases()]
+def cases(trace: Trace | None = None) -> list[Case]:
+    """Every row, in the order of the table; those of a whole step only with the trace that has it."""
+    return [*_megatron_cases(), *_hand_made_cases(), *_trace_cases(), *([] if trace is None else step_cases(trace))]
 
 
 def _megatron_cases() -> list[Case]:
@@ -183,11 +188,22 @@ def _trace_cases() -> list[Case]:
     """A real job's measured costs; published are the gains of its pipeline."""
     costs, topology = models.st_trace_costs(), Topology(4, 4)
     job = costs, topology
-    uniform = "uniform", Layout.of((9,) * 4)
+    uniform = "uniform", Layout.of(RECORDED)
     memory = models.layer_activations(36)
     return [
         Case("ST trace 4x1 M4, 36 layers in flight", *job, 0.152, *uniform, memory=memory, gain=True),
         Case("ST trace 4x1 M4", *job, 0.215, *uniform, gain=True),
+    ]
+
+
+def step_cases(trace: Trace) -> list[Case]:
+    """The same job's whole step, on the costs and the rest that its trace itself has."""
+    job = trace.costs, trace.topology
+    uniform = "uniform", Layout.of(RECORDED)
+    whole, memory = {"gain": True, "rest_s": trace.rest_s}, models.layer_activations(36)
+    return [
+        Case("ST trace 4x1 M4, whole step, 36 layers in flight", *job, 0.136, *uniform, memory=memory, **whole),
+        Case("ST trace 4x1 M4, whole step", *job, 0.191, *uniform, **whole),
     ]
 
 

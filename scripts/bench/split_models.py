@@ -158,7 +158,7 @@ def gpt_oss_120b_memory(recompute: bool = False) -> ChainMemory:
 
 
 def st_trace_costs() -> ChainCosts:
-    """Medians of the trace."""
+    """As published, of passes of the trace; ``split_trace.py`` derives them from the file."""
     layer, head = ElementCost(7.48e-3, 15.94e-3), ElementCost(72.4e-3, 60.0e-3)
     return ChainCosts(_FREE, (layer,) * 36, head, "trace")
 
