@@ -12,7 +12,7 @@ import numpy as np
 
 from megatron_balance.costs.analytic import analytic_table
 from megatron_balance.megatron.agreement import decide_on_rank_0
-from megatron_balance.megatron.arguments import Options
+from megatron_balance.megatron.arguments import ANALYTIC, Options
 from megatron_balance.megatron.job_costs import device_here, device_of_job, table_of_job
 from megatron_balance.model import ModelSpec
 from megatron_balance.packing.cost import BinCost, SequenceCost
@@ -58,6 +58,9 @@ def agreed_cost(args: Any, grid: Grid) -> SequenceCost:
 
     def find() -> str:
         model, topology, options = ModelSpec.from_arguments(vars(args)), grid.topology, Options.from_args(args)
+        if options is None or options.costs_kind == ANALYTIC:
+            # Attention within sequences visits the unmasked half only and keeps no scores, also in local layers.
+            model = replace(model, fused_kernels=True)
         device = device_here() if options is None else device_of_job(options)
         table = (
             analytic_table(model, topology, device) if options is None else table_of_job(args, options, model, topology)
