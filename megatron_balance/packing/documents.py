@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import csv
 import difflib
+import errno
+import io
 import json
 import math
 import os
@@ -13,7 +15,7 @@ import zipfile
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -312,7 +314,7 @@ def _similar(path: Path) -> str:
     folder = path.parent
     if not folder.is_dir():
         return f", and so is its folder {folder}: check the path"
-    prefixes = sorted(str(other.with_suffix("")) for other in folder.glob("*.idx"))
+    prefixes = sorted(str(other.with_suffix("")) for other in folder.glob("*.idx") if other.is_file())
     if not prefixes:
         return f"; no file in {folder} ends in .idx: pass the path of a data set without this ending"
     close = difflib.get_close_matches(str(path.with_suffix("")), prefixes, n=3) or prefixes[:3]
@@ -323,8 +325,9 @@ def _similar(path: Path) -> str:
 
 
 def _json_lengths(name: str) -> np.ndarray:
+    text = read_text(name, name)
     try:
-        values = json.loads(read_text(name, name))
+        values = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise BalanceError(f"{name} is not whole JSON ({error}): pass a list of lengths") from error
     if isinstance(values, dict):
@@ -339,7 +342,7 @@ def _json_lengths(name: str) -> np.ndarray:
 
 def _csv_lengths(name: str) -> np.ndarray:
     try:
-        with _explained(Path(name)), open(name, encoding="utf-8-sig", errors="replace", newline="") as file:
+        with _opened(name) as content, io.TextIOWrapper(content, "utf-8-sig", "replace", newline="") as file:
             return _int32(name, _csv_cells(name, csv.reader(file)))
     except csv.Error as error:
         raise BalanceError(f"{name} is not CSV ({error}): pass one length a line") from error
@@ -376,9 +379,13 @@ def _column(name: str, first_row: Sequence[str]) -> int:
 
 
 def _npy_lengths(name: str) -> np.ndarray:
+    with _opened(name):
+        pass
     try:
         with _explained(Path(name)):
             values = np.load(name, mmap_mode="r", allow_pickle=False)
+    except BalanceError:
+        raise
     except (ValueError, EOFError, zipfile.BadZipFile) as error:
         raise BalanceError(f"{name} is not a whole .npy file of numbers ({error}): write it with numpy.save") from error
     if not isinstance(values, np.ndarray) or values.ndim != 1 or values.dtype.kind not in "iuf":
@@ -403,7 +410,7 @@ def _int32(name: str, values: Iterable[tuple[str, Any]]) -> np.ndarray:
 
 def _first_wrong(lengths: np.ndarray) -> int | None:
     """Place of the first number that is no length."""
-    right = (lengths >= 0) & (lengths <= float(_LONGEST))
+    right = (lengths >= 0) & (lengths < np.float64(_LONGEST + 1))  # not in fewer bits: float32 would round the limit up
     if lengths.dtype.kind == "f":
         right &= lengths == np.floor(lengths)
     return None if right.all() else int(np.argmin(right))
@@ -418,6 +425,17 @@ def _number(word: str) -> float | None:
 
 def _exists(name: str) -> bool:
     return os.path.exists(name) or os.path.exists(f"{name}.idx")
+
+
+@contextlib.contextmanager
+def _opened(name: str) -> Iterator[BinaryIO]:
+    """A regular file to read: a pipe would be waited for, and a device may have no end."""
+    with _explained(Path(name)):
+        file = open(name, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK))  # noqa: SIM115
+        with file:
+            if not os.path.isfile(name):
+                raise OSError(errno.EINVAL, "it is not a regular file")
+            yield file
 
 
 @contextlib.contextmanager
