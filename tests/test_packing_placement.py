@@ -239,9 +239,9 @@ def test_ours_beats_first_fit_by_a_margin():
     shuffled = over_ideal(order_bins(Load.of(tokens, cost, rule), grid, targets[order], bins), tokens, cost, grid)
     ordered = over_ideal(order_bins(Load.of(tokens, cost, rule), grid, targets, bins), tokens, cost, grid)
     placed = place(tokens, cost, rule, grid, HUMP, bins, 0)
-    annealed = place(tokens, cost, rule, grid, HUMP, bins)
+    improved = place(tokens, cost, rule, grid, HUMP, bins)
     assert placed.method == PROFILE
-    steps = [placement.step_s / placement.ideal_s for placement in (annealed, placed)]
+    steps = [placement.step_s / placement.ideal_s for placement in (improved, placed)]
     assert steps[0] < 0.998 * steps[1] < 0.97 * ordered < 0.85 * shuffled, (steps, ordered, shuffled)
 
 

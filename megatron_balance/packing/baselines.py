@@ -59,7 +59,7 @@ def in_order(tokens: np.ndarray, rule: PieceRule, grid: Grid) -> Packed:
     room = _checked_room(tokens, rule)
     bins = next_fit(room, rule.seq_length)
     grid = _at_least(grid, int(bins[-1]) + 1)
-    _check_number(tokens.size, grid)
+    grid.check_filled_by(tokens.size)
     more = np.arange(bins[-1] + 1, grid.num_bins)
     follows = np.flatnonzero(np.diff(bins, prepend=-1) == 0)  # not the first of its bin
     bins[follows[::-1][: more.size]] = more
@@ -78,7 +78,7 @@ def first_fit(tokens: np.ndarray, bin_cost: BinCost, rule: PieceRule, grid: Grid
     tokens = np.asarray(tokens, dtype=np.int64)
     bins = first_fit_bins(_checked_room(tokens, rule), rule.seq_length)
     grid = _at_least(grid, int(bins.max()) + 1)
-    _check_number(tokens.size, grid)
+    grid.check_filled_by(tokens.size)
     kernels.fill_empty(kernels.longest_first(rule.room(tokens)), bins, grid.num_bins)
     cost = np.bincount(bins, bin_cost.piece_s(tokens).sum(axis=0), grid.num_bins)
     return Packed(tokens, deal_small_ends(cost, grid)[bins], grid)
@@ -146,8 +146,3 @@ def _checked_room(tokens: np.ndarray, rule: PieceRule) -> np.ndarray:
             f"a piece of {room.max()} tokens does not fit into a bin of {rule.seq_length}: raise --seq-length"
         )
     return room
-
-
-def _check_number(pieces: int, grid: Grid) -> None:
-    if pieces < grid.num_bins:
-        raise BalanceError(f"{pieces} pieces of documents cannot fill {grid.num_bins} bins: lower --global-batch-size")

@@ -8,10 +8,9 @@ from functools import cached_property
 
 import numpy as np
 
-from megatron_balance.errors import BalanceError
 from megatron_balance.packing.cost import BinCost
 from megatron_balance.packing.grid import Grid
-from megatron_balance.packing.kernels import place_pieces, sort_pieces
+from megatron_balance.packing.kernels import longest_first, place_pieces
 from megatron_balance.packing.pieces import PieceRule
 
 
@@ -45,18 +44,7 @@ class Load:
     @cached_property
     def order(self) -> np.ndarray:
         """Pieces by falling tokens, shape [pieces]."""
-        return sort_pieces(self.room, int(self.room.max()))
-
-    def check(self, grid: Grid) -> None:
-        """Refuse fewer pieces than bins.
-
-        Raises:
-            BalanceError: a bin would be empty.
-        """
-        if self.room.size < grid.num_bins:
-            raise BalanceError(
-                f"{self.room.size} pieces of documents cannot fill {grid.num_bins} bins: lower --global-batch-size"
-            )
+        return longest_first(self.room)
 
     def mean_s(self, grid: Grid) -> float:
         """Seconds of a micro-batch on average."""

@@ -1,9 +1,10 @@
-"""The bins of a global batch as Megatron's sampler numbers them, and what a step with them takes."""
+"""The bins of a global batch as Megatron's sampler numbers them."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megatron_balance.errors import BalanceError
 from megatron_balance.topology import Topology
 
 
@@ -27,3 +28,14 @@ class Grid:
     def num_bins(self) -> int:
         topology = self.topology
         return topology.data_size * topology.num_microbatches * topology.micro_batch_size
+
+    def check_filled_by(self, pieces: int) -> None:
+        """Refuse fewer pieces than bins.
+
+        Raises:
+            BalanceError: a bin would be empty.
+        """
+        if pieces < self.num_bins:
+            raise BalanceError(
+                f"{pieces} pieces of documents cannot fill {self.num_bins} bins: lower --global-batch-size"
+            )

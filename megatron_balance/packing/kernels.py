@@ -311,27 +311,6 @@ def fill_empty(order, bins, num_bins):
 _MOST_SWAPS = 300  # pairs of bins that are looked through before a piece is said to fit nowhere
 
 
-@compiled
-def sort_pieces(tokens, longest):
-    """Numbers of the pieces by falling tokens, equal ones in their own order, int64 [pieces]; counted, in linear time.
-
-    Args:
-        tokens: of each piece, int64 of shape [pieces], at most ``longest``.
-        longest: largest number of tokens.
-    """
-    first = np.zeros(longest + 2, dtype=np.int64)  # place of the first piece of longest - t tokens
-    for piece in range(tokens.size):
-        first[longest - tokens[piece] + 1] += 1
-    for place in range(longest + 1):
-        first[place + 1] += first[place]
-    order = np.empty(tokens.size, dtype=np.int64)
-    for piece in range(tokens.size):
-        place = longest - tokens[piece]
-        order[first[place]] = piece
-        first[place] += 1
-    return order
-
-
 class Slots(NamedTuple):
     """The bins of a global batch while pieces are placed. Slot ``k * micro_batch_size + j`` is sequence j of micro-batch k.
 
@@ -359,7 +338,7 @@ def place_pieces(order, room, cost, targets, pull, empty_cost, capacity, data_si
     that are still empty. Where nothing fits, two pieces of two bins change places so that it does.
 
     Args:
-        order: numbers of the pieces by falling tokens, from ``sort_pieces``.
+        order: numbers of the pieces by falling tokens, from ``longest_first``.
         room: tokens that each piece takes, int64 [pieces], at most ``capacity``; there are at least as many as bins.
         cost: of each piece, [pieces]; falls with the tokens.
         targets: cost that each micro-batch aims at, [M].
@@ -416,7 +395,7 @@ def place_pieces(order, room, cost, targets, pull, empty_cost, capacity, data_si
             wakes[group * lockstep : (group + 1) * lockstep] = capacity
         placed += 1
     if pieces - placed <= empty:
-        _fill_empty(slots, order[placed:], room, cost, targets, pull, micro_batch_size)
+        _one_to_each(slots, order[placed:], room, cost, targets, pull, micro_batch_size)
         placed = pieces
     return _bins_of(slots, micro_batch_size), placed
 
@@ -464,7 +443,7 @@ def _put(slots, piece, rank, slot, needed, cost, micro_batch_size):
 
 
 @compiled
-def _fill_empty(slots, left, room, cost, targets, pull, micro_batch_size):
+def _one_to_each(slots, left, room, cost, targets, pull, micro_batch_size):
     """Give the pieces that are left to the empty bins, one to each, the costliest first."""
     data_size, num_slots = slots.room.shape
     for piece in left:

@@ -21,7 +21,7 @@ from megatron_balance.packing.profile import Profile
 from megatron_balance.packing.step import judge_of, micro_batch_s
 
 PROFILE, FALLBACK = "profile", "fallback"
-ANNEAL_EVALUATIONS = 1500  # about 5 ms for 8 pipeline ranks and 20 micro-batches: most of what there is to gain
+EVALUATIONS = 1500  # about 5 ms for 8 pipeline ranks and 20 micro-batches: most of what there is to gain
 _SEED = 1
 
 
@@ -49,11 +49,11 @@ def place(
     grid: Grid,
     profile: Profile,
     fallback: np.ndarray,
-    anneal_evaluations: int = ANNEAL_EVALUATIONS,
+    evaluations: int = EVALUATIONS,
 ) -> Placement:
-    """The better of two placements by simulation: that of the profile, and the bins given in a good order.
+    """The better of two placements by simulation, improved: that of the profile, and the bins given in a good order.
 
-    Deterministic: no clock, no randomness, equal pieces in their own order.
+    Deterministic: no clock, draws of a fixed seed, equal pieces in their own order.
 
     Args:
         tokens: of each piece, shape [pieces].
@@ -62,7 +62,7 @@ def place(
         grid: where the bins are run.
         profile: cost that each micro-batch aims at.
         fallback: bins that hold all pieces, as numbers below ``grid.num_bins`` in any order, shape [pieces].
-        anneal_evaluations: simulated steps of one rank to improve it with; 0 leaves the greedy's as it is.
+        evaluations: simulated steps of one rank to improve it with, by exchanges; 0 leaves it as it is.
 
     Raises:
         BalanceError: fewer pieces than bins, or bins that do not hold the pieces given.
@@ -76,8 +76,8 @@ def place(
     if filled is not None:
         placements.insert(0, _judged(filled, PROFILE, load, grid))
     best = min(placements, key=_step)
-    if anneal_evaluations:
-        improved = _improved(best.bins, load, grid, anneal_evaluations)
+    if evaluations:
+        improved = _improved(best.bins, load, grid, evaluations)
         best = min(best, _judged(improved, best.method, load, grid), key=_step)
     return best
 
@@ -109,8 +109,8 @@ def _judged(bins: np.ndarray, method: str, load: Load, grid: Grid) -> Placement:
 
 
 def _check(load: Load, grid: Grid, bins: np.ndarray) -> None:
-    load.check(grid)
     pieces, num_bins = load.room.size, grid.num_bins
+    grid.check_filled_by(pieces)
     if bins.shape != load.room.shape or bins.min() < 0 or bins.max() >= num_bins:
         raise BalanceError(f"the bins given are not numbers of {num_bins} bins for {pieces} pieces")
     held = np.bincount(bins, minlength=num_bins)

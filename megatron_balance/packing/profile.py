@@ -98,7 +98,7 @@ def tune(
     grids = [grid] * len(samples) if isinstance(grid, Grid) else list(grid)
     batches = [(Load.of(tokens, bin_cost, rule), each) for tokens, each in zip(samples, grids, strict=True)]
     for load, each in batches:
-        load.check(each)
+        each.check_filled_by(load.room.size)
     kept, done = [_judged(start, batches) for start in _starts(grids[0].topology)], 0
     rounds = [(min(most, len(kept)), trials) for most, trials in _ROUNDS]
     trials_in_all = sum(most * trials for most, trials in rounds)

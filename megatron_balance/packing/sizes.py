@@ -23,7 +23,7 @@ def check_seq_length(seq_length: int, topology: Topology, sequence_parallel: boo
         BalanceError: tensor or context parallelism does not divide them.
     """
     context, tensor = topology.context_size, topology.tensor_size if sequence_parallel else 1
-    step = (2 * context if context > 1 else 1) * tensor
+    step = alignment_of(topology) * tensor
     if seq_length % step:
         by = " and ".join(
             name

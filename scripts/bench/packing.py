@@ -40,7 +40,7 @@ from megatron_balance.packing.cut import batches  # noqa: E402
 from megatron_balance.packing.documents import Blend, Documents  # noqa: E402
 from megatron_balance.packing.grid import Grid  # noqa: E402
 from megatron_balance.packing.pieces import PieceRule  # noqa: E402
-from megatron_balance.packing.placement import ANNEAL_EVALUATIONS, place  # noqa: E402
+from megatron_balance.packing.placement import EVALUATIONS, place  # noqa: E402
 from megatron_balance.packing.profile import Profile, tune  # noqa: E402
 from megatron_balance.packing.step import judge_of, micro_batch_s  # noqa: E402
 from megatron_balance.packing.stream import Stream  # noqa: E402
@@ -48,9 +48,9 @@ from megatron_balance.topology import Topology  # noqa: E402
 
 SEEDS, TUNED_ON = (100, 101, 102, 103, 104), (0, 1, 2)
 FIRST_FIT, OURS = "first-fit, equal ranks, small ends", "this plan"
-EVALUATIONS = {  # simulated steps of a rank, to improve a placement with
+IMPROVED = {  # simulated steps of a rank, to improve a placement with
     "this plan, profile alone": 0,
-    OURS: ANNEAL_EVALUATIONS,
+    OURS: EVALUATIONS,
     "this plan, 50 ms": 15_000,
 }
 EQUAL, BOUND = "equal bins, if there were such", "lower bound"
@@ -180,17 +180,15 @@ def _run(section: Section, sets: Sequence[LengthSet], seeds: Sequence[int]) -> d
     others = peers() if section.peers else ()
     packers: dict[str, Callable[[Batch], Packed]] = {peer.name: peer.pack for peer in others if peer.pack is not None}
     packers[FIRST_FIT] = lambda batch: first_fit(batch.tokens, batch.bin_cost, batch.rule, batch.grid)
-    rows: dict[str, Row] = {name: {} for name in (*packers, *EVALUATIONS, EQUAL, BOUND)}
+    rows: dict[str, Row] = {name: {} for name in (*packers, *IMPROVED, EQUAL, BOUND)}
     for lengths in sets:
         profile = _profile(section, lengths)
-        for name, evaluations in EVALUATIONS.items():
+        for name, evaluations in IMPROVED.items():
             packers[name] = partial(_ours, profile, evaluations)
         given = [_batch(section, lengths, seed) for seed in seeds]
         bounds = [lower_bound_s(each.tokens, each.bin_cost, each.rule, each.grid) for each in given]
         for name, pack in packers.items():
-            rows[name][lengths.name] = _figures(
-                pack, given, bounds, repeats=3 if name in (FIRST_FIT, *EVALUATIONS) else 1
-            )
+            rows[name][lengths.name] = _figures(pack, given, bounds, repeats=3 if name in (FIRST_FIT, *IMPROVED) else 1)
         rows[EQUAL][lengths.name] = Figures(tuple(_equal(each.grid.topology) for each in given))
         ideals = [_ideal_s(each) for each in given]
         rows[BOUND][lengths.name] = Figures(tuple(np.divide(bounds, ideals).tolist()))
