@@ -742,22 +742,17 @@ def improve_placement(program, ranks, shape, bins, room, seconds, empty_s, capac
     """
     packed = _unpack(shape, bins, room, seconds, empty_s, capacity)
     load, cells, micro_batch_size = packed.load, packed.cells, shape.micro_batch_size
-    groups = shape.data_size // shape.lockstep
-    durations, pull = np.zeros((groups, 2 * shape.microbatches)), np.zeros((groups, 2 * shape.microbatches))
-    steps, free = np.empty(groups), np.empty(ranks)
-    end, other_end = np.empty(program.cost.size + 1), np.empty(program.cost.size + 1)
-    for group in range(groups):
-        for k in range(shape.microbatches):
-            _lengthen(load, durations[group], pull[group], k, group, shape)
-        steps[group] = run_program(program, durations[group], 0.0, free, end)
-        _pull_of_passes(program, end, pull[group])
+    free, end, other_end = np.empty(ranks), np.empty(program.cost.size + 1), np.empty(program.cost.size + 1)
+    durations, pull, steps = _run_groups(program, shape, load, free, end)
     out, back = np.empty(_MOST_BACK, dtype=np.int64), np.empty(_MOST_BACK, dtype=np.int64)
     moved, before = np.empty(2), np.empty((2, 2))
     worst, judged, state = np.argmax(steps), 0, np.uint64(seed)
+    # A hundred exchanges are looked at for each that is simulated. In functions of their own, which would be handed all this in
+    # tuples of arrays, the parts of this loop took five times as long, inlined or not.
     for _ in range(_TRIES * evaluations):
         if judged >= evaluations:
             break
-        state, group, other = _pick_groups(state, worst, groups)
+        state, group, other = _pick_groups(state, worst, steps.size)
         state, k = _pick_pass(state, pull[group], True)
         state, other_k = _pick_pass(state, pull[other], False)
         if group == other and not _is_apart(pull[group], k, other_k):
@@ -826,6 +821,22 @@ def improve_placement(program, ranks, shape, bins, room, seconds, empty_s, capac
             _lengthen(load, durations[group], pull[group], k, group, shape)
             _lengthen(load, durations[other], pull[other], other_k, other, shape)
     return _bins_of(packed, shape)
+
+
+@compiled
+def _run_groups(program, shape, load, free, end):
+    """Simulate all groups: seconds of their longest passes and how often a critical path runs each, [groups, 2 * M]; their steps.
+
+    ``free`` and ``end`` are scratch, as for ``run_program``.
+    """
+    groups, passes = shape.data_size // shape.lockstep, 2 * shape.microbatches
+    durations, pull, steps = np.zeros((groups, passes)), np.zeros((groups, passes)), np.empty(groups)
+    for group in range(groups):
+        for k in range(shape.microbatches):
+            _lengthen(load, durations[group], pull[group], k, group, shape)
+        steps[group] = run_program(program, durations[group], 0.0, free, end)
+        _pull_of_passes(program, end, pull[group])
+    return durations, pull, steps
 
 
 @compiled

@@ -95,11 +95,15 @@ def rows(pieces) -> list[tuple[int, int, int, int]]:
     return list(zip(*(column.tolist() for column in columns), strict=True))
 
 
-def wlb_like() -> np.ndarray:
+def wlb_like_file() -> Path:
     path = DATA / "lengths" / "wlb-like.json"
     if not path.is_file():
         pytest.skip(f"{path} is absent: MEGATRON_BALANCE_DATA names the folder of public data")
-    return np.array(json.loads(path.read_text()), np.int32)
+    return path
+
+
+def wlb_like() -> np.ndarray:
+    return np.array(json.loads(wlb_like_file().read_text()), np.int32)
 
 
 @st.composite

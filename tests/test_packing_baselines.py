@@ -15,9 +15,9 @@ from megatron_balance.packing.baselines import (
     concatenate_and_chop,
     deal_small_ends,
     first_fit,
-    first_fit_bins,
     in_order,
 )
+from megatron_balance.packing.bins import first_fit_bins
 from megatron_balance.packing.cost import VARIABLE, BinCost, SequenceCost
 from megatron_balance.packing.grid import Grid
 from megatron_balance.packing.pieces import PieceRule

@@ -15,7 +15,7 @@ import packing
 import packing_peers
 from packing_sets import LengthSet, length_sets
 
-from megatron_balance.packing.baselines import first_fit_bins
+from megatron_balance.packing.bins import first_fit_bins
 
 
 def _draw(seed: int, count: int) -> np.ndarray:

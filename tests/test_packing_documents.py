@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from packed_data import wlb_like_file
 
 from megatron_balance.errors import BalanceError
 from megatron_balance.packing.documents import (
@@ -25,7 +26,6 @@ from megatron_balance.packing.documents import (
 from megatron_balance.packing.pieces import DROP, TRUNCATE, PieceRule
 
 LENGTHS = [5, 1, 0, 300, 2]
-DATA = Path(os.environ.get("MEGATRON_BALANCE_DATA", Path(__file__).parents[2] / "shared" / "data"))
 
 
 def write_indexed(prefix: Path, lengths: list[int], code: int = 8, token_bytes: int = 2) -> Path:
@@ -229,10 +229,7 @@ def test_a_cut_npy(tmp_path):
 
 
 def test_public_lengths():
-    path = DATA / "lengths" / "wlb-like.json"
-    if not path.is_file():
-        pytest.skip(f"no {path}: MEGATRON_BALANCE_DATA names the folder of public data")
-    documents = read_documents(path)
+    documents = read_documents(wlb_like_file())
     totals = Totals.of(documents, PieceRule(32768))
     assert (totals.documents, totals.longest_tokens) == (99_519, 124_913)
     assert documents.lengths[:3].tolist() == [2792, 4238, 642]

@@ -289,9 +289,9 @@ def mean_over_ideal(profile: Profile, grid: Grid) -> float:
 @pytest.mark.parametrize("grid", [grid_of(4, 8, data=2), grid_of(4, 12, 2, data=2)])
 def test_tuning_is_deterministic_and_better_than_its_starts(grid):
     told: list[float] = []
-    tuned = tune(samples(), grid=grid, progress=told.append, **SMALL)
+    tuned = tune(samples(), grid=grid, advance=told.append, **SMALL)
     assert tuned == tune(samples(), grid=grid, **SMALL)
-    assert told == sorted(told) and told[-1] == 1.0
+    assert min(told) > 0 and sum(told) == pytest.approx(1.0)
     assert tuned.by_group == (grid.topology.virtual_size > 1)
     assert mean_over_ideal(tuned, grid) == pytest.approx(tuned.step_over_ideal, rel=1e-12)
     assert tuned.step_over_ideal < 0.97 * mean_over_ideal(Profile((1.0,)), grid)
@@ -303,7 +303,7 @@ def test_a_profile_is_kept_and_a_damaged_one_made_anew(tmp_path):
     (file,) = tmp_path.iterdir()
     content = file.read_text()
     told: list[float] = []
-    assert load_or_tune(tmp_path, samples(1), grid=grid, progress=told.append, **SMALL) == first
+    assert load_or_tune(tmp_path, samples(1), grid=grid, advance=told.append, **SMALL) == first
     assert told == []
     for damaged in (
         content[:40],

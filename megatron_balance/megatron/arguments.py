@@ -21,11 +21,27 @@ from megatron_balance.planning.flags import (
     layer_weight,
     memory_wish,
 )
+from megatron_balance.topology import Topology
 
 
 def given_in(argv: list[str]) -> bool:
     """Whether a command line asks for anything of ours."""
     return any(argument.startswith((FLAG, PACKING)) for argument in argv)
+
+
+def topology_of(args: Any, num_microbatches: int) -> Topology:
+    """The sizes of a job, from Megatron's validated arguments."""
+    return Topology(
+        pipeline_size=args.pipeline_model_parallel_size,
+        num_microbatches=num_microbatches,
+        virtual_size=args.virtual_pipeline_model_parallel_size or 1,
+        micro_batch_size=args.micro_batch_size,
+        tensor_size=args.tensor_model_parallel_size,
+        context_size=args.context_parallel_size,
+        data_size=args.data_parallel_size,
+        microbatch_group_size=getattr(args, "microbatch_group_size_per_vp_stage", None),
+        overlap_moe=bool(getattr(args, "overlap_moe_expert_parallel_comm", False)),
+    )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:

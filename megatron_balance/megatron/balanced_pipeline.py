@@ -20,7 +20,7 @@ from megatron_balance.errors import BalanceError, MemoryLack
 from megatron_balance.files import read_text
 from megatron_balance.megatron import stored_layout
 from megatron_balance.megatron.agreement import decide_on_rank_0
-from megatron_balance.megatron.arguments import ANALYTIC, FLAG, LAST, PROFILE, Options
+from megatron_balance.megatron.arguments import ANALYTIC, FLAG, LAST, PROFILE, Options, topology_of
 from megatron_balance.megatron.job_costs import costs_of_job, device_of_job, say_devices
 from megatron_balance.megatron.registry import Hook, registry
 from megatron_balance.megatron.split_arguments import (
@@ -294,17 +294,7 @@ def _num_microbatches(args: Any) -> int:
 
 
 def _topology(args: Any) -> Topology:
-    return Topology(
-        pipeline_size=args.pipeline_model_parallel_size,
-        num_microbatches=_num_microbatches(args),
-        virtual_size=args.virtual_pipeline_model_parallel_size or 1,
-        micro_batch_size=args.micro_batch_size,
-        tensor_size=args.tensor_model_parallel_size,
-        context_size=args.context_parallel_size,
-        data_size=args.data_parallel_size,
-        microbatch_group_size=getattr(args, "microbatch_group_size_per_vp_stage", None),
-        overlap_moe=bool(getattr(args, "overlap_moe_expert_parallel_comm", False)),
-    )
+    return topology_of(args, _num_microbatches(args))
 
 
 def _update_wandb(args: Any) -> None:

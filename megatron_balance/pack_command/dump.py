@@ -10,6 +10,7 @@ import numpy as np
 
 from megatron_balance.pack_command.study import Study
 from megatron_balance.packing.cut import GlobalBatch
+from megatron_balance.packing.pieces import by_bin
 
 
 def dump_text(found: Study) -> str:
@@ -39,9 +40,8 @@ def _nested(found: Study, batch: GlobalBatch, bins: np.ndarray) -> list[Any]:
     columns = [pieces.document, pieces.first, pieces.end]
     if len(found.data_sets) > 1:
         columns.insert(0, pieces.data_set)
-    order = np.argsort(bins, kind="stable")
+    order, edges = by_bin(bins, batch.num_bins)
     rows = np.stack(columns, axis=1)[order].tolist()
-    edges = np.searchsorted(bins[order], np.arange(batch.num_bins + 1))
     sequences = [rows[first:stop] for first, stop in itertools.pairwise(edges)]
     size, ranks = topology.micro_batch_size, topology.data_size
     micro_batches = sequences if size == 1 else [sequences[i : i + size] for i in range(0, len(sequences), size)]

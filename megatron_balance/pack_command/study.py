@@ -28,12 +28,11 @@ from megatron_balance.packing.documents import Blend, Totals
 from megatron_balance.packing.index import epoch_order
 from megatron_balance.packing.pieces import Pieces
 from megatron_balance.packing.placement import FALLBACK, Placement, place
-from megatron_balance.packing.profile import Profile, load_or_tune
+from megatron_balance.packing.profile import Profile, load_or_tune, tuning_samples
 from megatron_balance.packing.step import StepJudge, judge_of, micro_batch_s
 from megatron_balance.packing.stream import Stream
 from megatron_balance.reporting import progress
 
-_TUNED_ON, _TUNED_PIECES = 4, 12_000  # global batches, and about how many pieces they have together
 _MOST_BOUNDED = 4096  # operations of a step's schedule times steps whose bound is computed: some seconds
 # Of which a whole epoch of all data sets is cut to count its batches; of more, the batches simulated tell.
 _MOST_PIECES, _MOST_BATCHES = 5_000_000, 20_000
@@ -87,7 +86,7 @@ def study(request: Request, blend: Blend, say: Callable[[str], None]) -> tuple[R
         lambda data_set, epoch: epoch_order(blend.data_sets[data_set], request.seed, data_set, epoch, cache),
     )
     cut, counted = _cut(request, stream)
-    profile = _profile(request, cut, cache)
+    profile = _profile(request, stream, cache)
     placements = _placed(request, cut, profile)
     run = _run(request, stream)
     steps = {
@@ -149,18 +148,10 @@ def _epoch_labels(request: Request, blend: Blend) -> float | None:
     return None if many else labels
 
 
-def _profile(request: Request, cut: tuple[GlobalBatch, ...], cache: Path | None) -> Profile:
-    """Tuned on the first batches, of as many pieces as take seconds."""
-    samples = [batch.pieces.tokens for batch in cut[: max(1, _TUNED_PIECES // max(1, len(cut[0].pieces)))]]
+def _profile(request: Request, stream: Stream, cache: Path | None) -> Profile:
+    samples = tuning_samples(stream, request.grid.num_bins)
     with progress("tuning the placement", 1.0) as advance:
-        done = 0.0
-
-        def tell(share: float) -> None:
-            nonlocal done
-            advance(share - done)
-            done = share
-
-        return load_or_tune(cache, samples[:_TUNED_ON], request.bin_cost, request.rule, request.grid, tell)
+        return load_or_tune(cache, samples, request.bin_cost, request.rule, request.grid, advance)
 
 
 def _placed(request: Request, cut: tuple[GlobalBatch, ...], profile: Profile) -> tuple[Placement, ...]:

@@ -8,6 +8,7 @@ import numpy as np
 
 from megatron_balance.errors import BalanceError
 from megatron_balance.packing import kernels
+from megatron_balance.packing.bins import first_fit_bins
 from megatron_balance.packing.cost import BinCost
 from megatron_balance.packing.grid import Grid
 from megatron_balance.packing.pieces import PieceRule
@@ -101,15 +102,6 @@ def next_fit(room: np.ndarray, capacity: int) -> np.ndarray:
         firsts.append(first)
         first = int(np.searchsorted(ends, ends[first] + capacity, side="right")) - 1
     return np.repeat(np.arange(len(firsts)), np.diff([*firsts, room.size]))
-
-
-def first_fit_bins(room: np.ndarray, capacity: int) -> np.ndarray:
-    """Bin of each piece, int32 of shape [pieces]: the longest first, each into the first bin with room."""
-    order = kernels.longest_first(room)
-    leaves = 1 << (room.size - 1).bit_length()
-    free, bins = np.zeros(2 * leaves, np.int64), np.empty(room.size, np.int32)
-    kernels.first_fit(room, order, capacity, bins, free)
-    return bins
 
 
 def deal_small_ends(cost: np.ndarray, grid: Grid) -> np.ndarray:

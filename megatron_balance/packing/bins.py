@@ -1,4 +1,4 @@
-"""The two ways to fill the bins of a grid: piece by piece after targets, and from bins that are already filled."""
+"""The ways to fill bins: those of a grid piece by piece after targets, or from bins that are already filled; and first fit."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 
 from megatron_balance.packing.cost import BinCost
 from megatron_balance.packing.grid import Grid
-from megatron_balance.packing.kernels import longest_first, place_pieces
+from megatron_balance.packing.kernels import first_fit, longest_first, place_pieces
 from megatron_balance.packing.pieces import PieceRule
 
 
@@ -51,6 +51,15 @@ class Load:
         bins = grid.num_bins
         total_s = float(np.add.accumulate(self.cost)[-1]) + bins * float(self.empty_s.sum())  # summed alike everywhere
         return total_s * grid.topology.micro_batch_size / bins
+
+
+def first_fit_bins(room: np.ndarray, capacity: int) -> np.ndarray:
+    """Bin of each piece, int32 of shape [pieces]: the longest first, each into the first bin with room."""
+    order = longest_first(room)
+    leaves = 1 << (room.size - 1).bit_length()
+    free, bins = np.zeros(2 * leaves, np.int64), np.empty(room.size, np.int32)
+    first_fit(room, order, capacity, bins, free)
+    return bins
 
 
 def fill_bins(load: Load, grid: Grid, targets: np.ndarray, pull: float) -> np.ndarray | None:

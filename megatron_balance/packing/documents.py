@@ -22,7 +22,7 @@ import numpy as np
 from megatron_balance.errors import BalanceError
 from megatron_balance.files import read_text
 from megatron_balance.packing.digest import digest
-from megatron_balance.packing.pieces import DROP, SPLIT, PieceRule
+from megatron_balance.packing.pieces import DROP, PieceRule
 
 _MAGIC = b"MMIDIDX\x00\x00"
 _HEADER = struct.Struct("<9sQBQQ")  # magic, version, code of the tokens' type, sequences, documents
@@ -110,10 +110,7 @@ class Totals:
         without_labels = int(np.count_nonzero(lengths < 2))
         labels = tokens - lengths.size + int(np.count_nonzero(lengths == 0))
         long_labels = lengths[lengths > rule.seq_length + 1].astype(np.int64) - 1
-        kept_labels = labels
-        if rule.long_documents != SPLIT:
-            kept_each = 0 if rule.long_documents == DROP else rule.seq_length
-            kept_labels -= int(long_labels.sum()) - kept_each * long_labels.size
+        kept_labels = labels - int((long_labels - rule.kept_labels(long_labels)).sum())
         longest = int(lengths.max())
         return cls(lengths.size, tokens, labels, longest, without_labels, long_labels.size, kept_labels)
 

@@ -7,9 +7,9 @@ from functools import cached_property
 
 import numpy as np
 
-from megatron_balance.packing.baselines import first_fit_bins
+from megatron_balance.packing.bins import first_fit_bins
 from megatron_balance.packing.documents import Blend, Documents, nothing_to_learn
-from megatron_balance.packing.pieces import DROP, SPLIT, PieceRule, Pieces
+from megatron_balance.packing.pieces import PieceRule, Pieces, by_bin
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,8 +41,7 @@ class Epoch:
 
     @cached_property
     def _by_bin(self) -> tuple[np.ndarray, np.ndarray]:
-        order = np.argsort(self.bins, kind="stable")
-        return order, np.searchsorted(self.bins[order], np.arange(self.num_bins + 1))
+        return by_bin(self.bins, self.num_bins)
 
     def pieces(self, item: int) -> Pieces:
         """What bin ``item`` holds."""
@@ -56,12 +55,8 @@ def epoch_pieces(documents: Documents, rule: PieceRule, data_set: int = 0) -> Pi
     Raises:
         BalanceError: there are none.
     """
-    labels = np.maximum(np.asarray(documents.lengths, dtype=np.int64) - 1, 0)
+    labels = rule.kept_labels(np.maximum(np.asarray(documents.lengths, dtype=np.int64) - 1, 0))
     capacity = rule.seq_length
-    if rule.long_documents == DROP:
-        labels[labels > capacity] = 0
-    elif rule.long_documents != SPLIT:
-        labels = np.minimum(labels, capacity)
     if not labels.any():
         raise nothing_to_learn(documents, rule)
     counts = -(-labels // capacity)

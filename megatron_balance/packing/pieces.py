@@ -40,6 +40,12 @@ class PieceRule:
         if self.long_documents not in LONG_DOCUMENTS:
             raise BalanceError(f"long documents: {self.long_documents!r} is none of {', '.join(LONG_DOCUMENTS)}")
 
+    def kept_labels(self, labels: np.ndarray) -> np.ndarray:
+        """Labels that pieces hold, of documents with ``labels`` labels."""
+        if self.long_documents == SPLIT:
+            return labels
+        return np.where(labels > self.seq_length, 0 if self.long_documents == DROP else self.seq_length, labels)
+
     def room(self, tokens: np.ndarray) -> np.ndarray:
         """Tokens that pieces of ``tokens`` tokens take in a bin, padding included."""
         return -(-tokens // self.alignment) * self.alignment
@@ -71,3 +77,11 @@ class Pieces:
     def take(self, which: np.ndarray) -> Pieces:
         """Some of them, in the order of ``which``."""
         return Pieces(*(values[which] for values in (self.data_set, self.document, self.first, self.end)))
+
+
+def by_bin(bins: np.ndarray, num_bins: int) -> tuple[np.ndarray, np.ndarray]:
+    """Numbers of the pieces, bin after bin and in their own order in each, int64 of shape [pieces]; where each bin's begin, and the
+    end of the last, int64 of shape [num_bins + 1].
+    """
+    order = np.argsort(bins, kind="stable")
+    return order, np.searchsorted(bins[order], np.arange(num_bins + 1))

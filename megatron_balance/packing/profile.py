@@ -18,9 +18,11 @@ import numpy as np
 from megatron_balance.files import write_atomically
 from megatron_balance.packing.bins import Load, fill_bins
 from megatron_balance.packing.cost import BinCost
+from megatron_balance.packing.cut import batches
 from megatron_balance.packing.grid import Grid
 from megatron_balance.packing.pieces import PieceRule
 from megatron_balance.packing.step import judge_of, micro_batch_s
+from megatron_balance.packing.stream import Stream
 from megatron_balance.reading import (
     DamageError,
     check_format,
@@ -47,6 +49,10 @@ _ROUNDS = ((4, 90), (2, 150), (1, 340))
 _FIRST_STRIDE, _LAST_STRIDE = 0.6, 0.06  # relative changes
 _FITS_NOT = 1e3  # step over ideal of a batch whose pieces did not fit
 _SEED = 5
+_MOST_SAMPLES, _PIECES = (
+    4,
+    12_000,
+)  # global batches that a profile is tuned on, and about how many pieces they have together
 
 
 @dataclass(frozen=True)
@@ -74,12 +80,21 @@ class Profile:
         return np.repeat(heights, size)[: topology.num_microbatches]
 
 
+def tuning_samples(stream: Stream, num_bins: int) -> list[np.ndarray]:
+    """Tokens of the pieces of the first global batches, as many as take seconds: what the profile of a job is tuned on.
+
+    They follow from the data, the seed and the rule, so that `megatron-balance pack` and training find each other's profile.
+    """
+    first = [batch.pieces.tokens for batch in batches(stream, stream.start, [num_bins] * _MOST_SAMPLES)]
+    return first[: max(1, _PIECES // first[0].size)]
+
+
 def tune(
     samples: Sequence[np.ndarray],
     bin_cost: BinCost,
     rule: PieceRule,
     grid: Grid | Sequence[Grid],
-    progress: Callable[[float], None] = lambda share: None,
+    advance: Callable[[float], None] = lambda share: None,
 ) -> Profile:
     """The profile of the shortest simulated steps on a few global batches: random search, from the best of several starts.
 
@@ -90,16 +105,16 @@ def tune(
         bin_cost: seconds of a bin.
         rule: capacity of the bins and alignment of the pieces.
         grid: where the bins are run; one for each sample where they have different numbers of micro-batches.
-        progress: told the share of the work that is done.
+        advance: told of each part of the work that it is done, as a share of all.
 
     Raises:
         BalanceError: Megatron would refuse the schedule, or a batch has fewer pieces than bins.
     """
     grids = [grid] * len(samples) if isinstance(grid, Grid) else list(grid)
-    batches = [(Load.of(tokens, bin_cost, rule), each) for tokens, each in zip(samples, grids, strict=True)]
-    for load, each in batches:
+    loads = [(Load.of(tokens, bin_cost, rule), each) for tokens, each in zip(samples, grids, strict=True)]
+    for load, each in loads:
         each.check_filled_by(load.room.size)
-    kept, done = [_judged(start, batches) for start in _starts(grids[0].topology)], 0
+    kept = [_judged(start, loads) for start in _starts(grids[0].topology)]
     rounds = [(min(most, len(kept)), trials) for most, trials in _ROUNDS]
     trials_in_all = sum(most * trials for most, trials in rounds)
     draw = np.random.RandomState(_SEED).random_sample  # the one stream that numpy promises never to change
@@ -109,9 +124,8 @@ def tune(
             for trial in range(trials):
                 cooled = (turn + trial / trials) / len(rounds)
                 varied = _varied(profile, _FIRST_STRIDE + (_LAST_STRIDE - _FIRST_STRIDE) * cooled, draw)
-                profile = min(profile, _judged(varied, batches), key=_step)
-                done += 1
-                progress(done / trials_in_all)
+                profile = min(profile, _judged(varied, loads), key=_step)
+                advance(1 / trials_in_all)
             kept[place] = profile
     return min(kept, key=_step)
 
@@ -142,17 +156,17 @@ def _varied(profile: Profile, stride: float, draw: Callable[[], float]) -> Profi
     return replace(profile, knots=tuple(knots.tolist()), alpha=alpha)
 
 
-def _judged(profile: Profile, batches: Sequence[tuple[Load, Grid]]) -> Profile:
-    """The profile with its mean step over ideal on the batches."""
+def _judged(profile: Profile, loads: Sequence[tuple[Load, Grid]]) -> Profile:
+    """The profile with its mean step over ideal on the loads."""
     sum_of = 0.0
-    for load, grid in batches:
+    for load, grid in loads:
         bins = fill_bins(load, grid, profile.targets(grid.topology), profile.alpha)
         if bins is None:
             sum_of += _FITS_NOT
         else:
             judge, seconds = judge_of(grid), micro_batch_s(bins, load.piece_s, load.empty_s, grid)
             sum_of += judge.step_s(seconds) / judge.ideal_s(seconds)
-    return replace(profile, step_over_ideal=sum_of / len(batches))
+    return replace(profile, step_over_ideal=sum_of / len(loads))
 
 
 def _step(profile: Profile) -> float:
@@ -170,19 +184,19 @@ def load_or_tune(
     bin_cost: BinCost,
     rule: PieceRule,
     grid: Grid | Sequence[Grid],
-    progress: Callable[[float], None] = lambda share: None,
+    advance: Callable[[float], None] = lambda share: None,
 ) -> Profile:
     """The profile that ``tune`` found for the same samples, costs and grid before, or finds now and keeps.
 
     A damaged file is tuned anew; a folder that cannot be written is done without.
     """
     if cache_folder is None:
-        return tune(samples, bin_cost, rule, grid, progress)
+        return tune(samples, bin_cost, rule, grid, advance)
     key = profile_key(samples, bin_cost, rule, grid)
     file = Path(cache_folder) / f"profile-{key[:32]}.json"
     with contextlib.suppress(OSError, UnicodeDecodeError, DamageError):
         return from_json(file.read_text(encoding="utf-8"), key)
-    profile = tune(samples, bin_cost, rule, grid, progress)
+    profile = tune(samples, bin_cost, rule, grid, advance)
     with contextlib.suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(file, to_json(profile, key))

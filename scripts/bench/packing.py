@@ -31,9 +31,11 @@ if str(ROOT) not in sys.path:  # run from a checkout that is not installed
 
 from packing_peers import Batch, peers  # noqa: E402
 from packing_sets import DATA_SIZE, RATIO, LengthSet, length_sets, missing_data  # noqa: E402
+from tables import print_table  # noqa: E402
 
 from megatron_balance.packing import kernels  # noqa: E402
-from megatron_balance.packing.baselines import Packed, first_fit, first_fit_bins  # noqa: E402
+from megatron_balance.packing.baselines import Packed, first_fit  # noqa: E402
+from megatron_balance.packing.bins import first_fit_bins  # noqa: E402
 from megatron_balance.packing.bound import lower_bound_s  # noqa: E402
 from megatron_balance.packing.cost import FIXED, VARIABLE, BinCost, SequenceCost  # noqa: E402
 from megatron_balance.packing.cut import batches  # noqa: E402
@@ -296,7 +298,7 @@ def _print_rows(section: Section, rows: dict[str, Row], sets: Sequence[LengthSet
     if section.targets:
         targets = dict(section.targets)
         cells.append(["target", *(f"{targets[name]:.3f}" for name in names), f"{MOST_MS:.0f}", "1.00", ""])
-    _print_table(headings, cells)
+    print_table(headings, cells)
 
 
 def _aside(figures: Sequence[Figures]) -> tuple[str, str, str]:
@@ -335,19 +337,9 @@ def _show_speed(sets: Sequence[LengthSet]) -> list[str]:
         if rate < LEAST_DOCUMENTS_PER_S:
             missed.append(f"{SPEED}, {lengths.name}: {rate:.0f} documents/s, target {LEAST_DOCUMENTS_PER_S:.0f}")
     print(f"**{SPEED}**\n")
-    _print_table(("set", "bins a batch", "documents/s", "mean fill", "least fill"), rows)
+    print_table(("set", "bins a batch", "documents/s", "mean fill", "least fill"), rows)
     print()
     return missed
-
-
-def _print_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """A Markdown table, padded so that it reads as text, too."""
-    cells = [headings, *rows]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    for place_of, row in enumerate(cells):
-        print("| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |")
-        if place_of == 0:
-            print("|" + "|".join("-" * (width + 2) for width in widths) + "|")
 
 
 if __name__ == "__main__":

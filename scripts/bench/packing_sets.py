@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
+from public_data import data_folder
 
 RATIO = 49152.0  # a document of s tokens costs RATIO * s + s**2
 DATA_SIZE = 16
-_DATA = Path(os.environ.get("MEGATRON_BALANCE_DATA") or Path(__file__).parents[2] / ".." / "shared" / "data")
-_WLB = _DATA / "lengths" / "wlb-like.json"
+_WLB = data_folder() / "lengths" / "wlb-like.json"
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 
 Everything is simulated on FLOPs (``split_models.py``), without communication; figures are the step over that of a perfectly
 even split under the same schedule. A real job's whole step is taken from its public trace (``split_trace.py``; needs the extra
-``bench`` and ``MEGATRON_BALANCE_DATA``, by default ``../shared/data``); without it these rows are left out, and said so.
+``trace`` and ``MEGATRON_BALANCE_DATA``, by default ``../shared/data``); without it these rows are left out, and said so.
 Exits with 1 if some figure is not reached.
 
     python scripts/bench/split.py [--only TEXT] [--markdown]
@@ -26,6 +26,7 @@ if str(ROOT) not in sys.path:  # run from a checkout that is not installed
 
 from split_cases import NEAR_EQUAL, RULES, TOLERANCE, Case, PeerRow, cases, even_s, peer_rows, step_s  # noqa: E402
 from split_trace import RECORDED, Trace, read_trace  # noqa: E402
+from tables import print_table  # noqa: E402
 
 from megatron_balance.costs.chain import ElementCost  # noqa: E402
 from megatron_balance.errors import BalanceError  # noqa: E402
@@ -90,10 +91,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if results:
         rows = [result.row() for result in results]
         columns = len(HEADINGS) if any(row[-1] for row in rows) else len(HEADINGS) - 1
-        _print_table(HEADINGS[:columns], [row[:columns] for row in rows])
+        print_table(HEADINGS[:columns], [row[:columns] for row in rows])
     if peers:
         print()
-        _print_table(("model, ranks", *RULES, "best known", "ours"), peer_cells)
+        print_table(("model, ranks", *RULES, "best known", "ours"), peer_cells)
     print("\n" + _no_gain(results, peers, peer_cells))
     if whole := [result for result in results if result.case.rest_s]:
         print("\n" + _rest(trace, whole))
@@ -247,16 +248,6 @@ def _figure(case: Case, figure: float | None) -> str:
 
 def _ratio(figure: float) -> str:
     return f"{figure:.4f}"
-
-
-def _print_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """A Markdown table, padded so that it reads as text, too; the bar inside a layout is escaped."""
-    cells = [[cell.replace("|", "\\|") for cell in row] for row in (headings, *rows)]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    for place, row in enumerate(cells):
-        print("| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |")
-        if place == 0:
-            print("|" + "|".join("-" * (width + 2) for width in widths) + "|")
 
 
 if __name__ == "__main__":

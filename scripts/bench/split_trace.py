@@ -24,7 +24,6 @@ Data: https://github.com/ByteDance-Seed/StragglerAnalysis, folder ``data`` (Apac
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -32,6 +31,7 @@ from pathlib import Path
 
 import numpy as np
 import yaml
+from public_data import data_folder
 
 from megatron_balance.costs.chain import ChainCosts, ElementCost
 from megatron_balance.errors import BalanceError
@@ -141,12 +141,6 @@ class Trace:
 
     def _span_s(self, mine: np.ndarray) -> float:
         return float(self.end_s[mine].max() - self.start_s[mine].min())
-
-
-def data_folder() -> Path:
-    """Where the public data lie: ``MEGATRON_BALANCE_DATA``, or ``shared/data`` beside the project."""
-    beside = Path(__file__).parents[3] / "shared" / "data"
-    return Path(os.environ.get("MEGATRON_BALANCE_DATA") or beside)
 
 
 def read_trace(folder: Path | None = None) -> Trace:

@@ -33,16 +33,16 @@ from megatron_balance.megatron.packed.planner import Planner
 from megatron_balance.megatron.packed.stages import reads_tokens
 from megatron_balance.megatron.registry import registry
 from megatron_balance.packing.cost import BinCost
-from megatron_balance.packing.cut import GlobalBatch, batches
+from megatron_balance.packing.cut import batches
 from megatron_balance.packing.documents import Blend, Documents, default_cache_folder, read_indexed
 from megatron_balance.packing.epoch import Epoch, epoch_pieces
-from megatron_balance.packing.grid import Grid
 from megatron_balance.packing.index import epoch_order
 from megatron_balance.packing.pieces import PieceRule
+from megatron_balance.packing.profile import tuning_samples
 from megatron_balance.packing.stream import Stream
 from megatron_balance.reporting import global_rank, say, stops_on_error
 
-_SAMPLES = 3  # global batches that the profile is tuned on
+_GREETED = 3  # global batches that are simulated for what is said at the start
 
 
 @dataclass(frozen=True, eq=False)
@@ -173,21 +173,17 @@ def placing() -> Placing:
     split = next(split for split in Split if sources_of(split))
 
     def samples() -> list[np.ndarray]:
-        return [batch.pieces.tokens for batch in _samples(stream_of(split), grid)]
+        return tuning_samples(stream_of(split), grid.num_bins)
 
     return Placing(grid, rule, cost, agreed_profile(samples, cost, rule, grid, cache_folder(args)))
-
-
-def _samples(stream: Stream, grid: Grid) -> list[GlobalBatch]:
-    """The first global batches."""
-    return list(batches(stream, stream.start, [grid.num_bins] * _SAMPLES))
 
 
 @cache
 def _say_greeting() -> None:
     if global_rank() == 0 and sources_of(Split.train) and not get_args().skip_train:
         stream, how = stream_of(Split.train), placing()
-        say(greeting(stream.blend, _samples(stream, how.grid), how))
+        first = list(batches(stream, stream.start, [how.grid.num_bins] * _GREETED))
+        say(greeting(stream.blend, first, how))
 
 
 def cache_folder(args: Any) -> Path | None:

@@ -12,16 +12,16 @@ import numpy as np
 
 from megatron_balance.costs.analytic import analytic_table
 from megatron_balance.megatron.agreement import decide_on_rank_0
-from megatron_balance.megatron.arguments import ANALYTIC, Options
+from megatron_balance.megatron.arguments import ANALYTIC, Options, topology_of
 from megatron_balance.megatron.job_costs import device_here, device_of_job, table_of_job
 from megatron_balance.model import ModelSpec
+from megatron_balance.packing import sizes
 from megatron_balance.packing.cost import BinCost, SequenceCost
 from megatron_balance.packing.cut import GlobalBatch
 from megatron_balance.packing.grid import Grid
 from megatron_balance.packing.pieces import PieceRule
 from megatron_balance.packing.placement import Placement, place
 from megatron_balance.packing.profile import Profile, from_json, load_or_tune, to_json
-from megatron_balance.topology import Topology
 
 _KEY = "job"  # of the profile, between ranks
 
@@ -88,15 +88,5 @@ def agreed_profile(
 
 def grid_of(args: Any, num_microbatches: int) -> Grid:
     """The grid of a job's global batches."""
-    experts = getattr(args, "expert_model_parallel_size", 1) * (getattr(args, "expert_tensor_parallel_size", 1) or 1)
-    topology = Topology(
-        pipeline_size=args.pipeline_model_parallel_size,
-        num_microbatches=num_microbatches,
-        virtual_size=args.virtual_pipeline_model_parallel_size or 1,
-        micro_batch_size=args.micro_batch_size,
-        tensor_size=args.tensor_model_parallel_size,
-        context_size=args.context_parallel_size,
-        data_size=args.data_parallel_size,
-        microbatch_group_size=getattr(args, "microbatch_group_size_per_vp_stage", None),
-    )
-    return Grid(topology, max(1, experts // (topology.tensor_size * topology.context_size)))
+    topology = topology_of(args, num_microbatches)
+    return sizes.grid_of(topology, args.expert_model_parallel_size, args.expert_tensor_parallel_size)

@@ -10,7 +10,7 @@ from functools import cached_property
 import numpy as np
 
 from megatron_balance.packing.cut import GlobalBatch, cut
-from megatron_balance.packing.pieces import Pieces
+from megatron_balance.packing.pieces import Pieces, by_bin
 from megatron_balance.packing.placement import Placement
 from megatron_balance.packing.stream import Cursor, Stream
 
@@ -43,9 +43,7 @@ class Window:
 
     @cached_property
     def _by_bin(self) -> tuple[np.ndarray, np.ndarray]:
-        bins = self.placement.bins
-        order = np.argsort(bins, kind="stable")
-        return order, np.searchsorted(bins[order], np.arange(self.batch.num_bins + 1))
+        return by_bin(self.placement.bins, self.batch.num_bins)
 
     def pieces(self, item: int) -> Pieces:
         """What item ``item`` holds."""
