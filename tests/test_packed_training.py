@@ -56,7 +56,7 @@ TOPOLOGIES = pytest.mark.parametrize(
     ("flags", "processes"),
     [
         ("--pipeline-model-parallel-size 2", 2),
-        ("--pipeline-model-parallel-size 4", 4),
+        ("--pipeline-model-parallel-size 4 --eval-micro-batch-size 2", 4),
         ("--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2", 2),
         ("--pipeline-model-parallel-size 2", 4),
         ("--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2", 4),
@@ -109,6 +109,12 @@ def test_every_label_is_learned_once_an_epoch_also_across_a_kill_and_another_top
     steps = {**after, **{step: pieces for step, pieces in before.items() if step < turn}}
     assert sorted(steps) == list(range(0, 40 * 8, 8))
     check_epochs(steps, written[: round(0.9 * len(written))])
+
+
+def test_too_few_documents_to_evaluate_on_are_refused_before_training(documents, tmp_path):
+    run = launch(tmp_path, arguments(documents[0], "--split 98,1,1"))
+    assert run.status != 0 and not run.ranks
+    assert "megatron-balance: error: valid data: all data hold 4 documents" in run.output
 
 
 def fed(folder: Path) -> dict[int, Counter[Piece]]:
