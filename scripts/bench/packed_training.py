@@ -7,7 +7,7 @@
    beside it what the simulator says of the same batches on costs measured on this machine.
 
 The documents are the source files of Python's standard library, or the functions and classes in them. Two cores are needed,
-and a quiet machine: about 25 minutes. Exits with 1 if a target is missed.
+and a quiet machine: about 20 minutes. Exits with 1 if a target is missed.
 
     python scripts/bench/packed_training.py [--quick] [--only TEXT] [--markdown] [--script PRETRAIN_GPT] [--out FOLDER]
 """
