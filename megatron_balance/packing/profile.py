@@ -164,8 +164,7 @@ def _judged(profile: Profile, loads: Sequence[tuple[Load, Grid]]) -> Profile:
         if bins is None:
             sum_of += _FITS_NOT
         else:
-            judge, seconds = judge_of(grid), micro_batch_s(bins, load.piece_s, load.empty_s, grid)
-            sum_of += judge.step_s(seconds) / judge.ideal_s(seconds)
+            sum_of += judge_of(grid).step_over_ideal(micro_batch_s(bins, load.piece_s, load.empty_s, grid))
     return replace(profile, step_over_ideal=sum_of / len(loads))
 
 
