@@ -83,7 +83,8 @@ class Profile:
 def tuning_samples(stream: Stream, num_bins: int) -> list[np.ndarray]:
     """Tokens of the pieces of the first global batches, as many as take seconds: what the profile of a job is tuned on.
 
-    They follow from the data, the seed and the rule, so that `megatron-balance pack` and training find each other's profile.
+    They follow from the data, the seed and the rule, so that with the same costs `megatron-balance pack` and training find each
+    other's profile in the cache.
     """
     first = [batch.pieces.tokens for batch in batches(stream, stream.start, [num_bins] * _MOST_SAMPLES)]
     return first[: max(1, _PIECES // first[0].size)]
