@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import glob
+import io
 import os
 import re
 import secrets
@@ -111,6 +112,10 @@ def write_standard_output(text: str) -> None:
     Raises:
         BalanceError: it cannot be written.
     """
+    if sys.stdout is None:
+        raise BalanceError("standard output cannot be written (it is closed)")
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # an old locale lacks the blocks of a bar
     try:
         sys.stdout.write(text)
         sys.stdout.flush()

@@ -1,11 +1,12 @@
 """As `observed_run.py`, and writes what each rank's last stage was fed: FOLDER, then the arguments of `megatron_balance.run`.
 
-``fed-<rank>.jsonl`` gets a line for each micro-batch of a training step: the step, and the inputs and labels of each sequence
-of it that has labels. A line is complete before the step ends.
+``fed-<rank>.jsonl`` gets a line for each micro-batch of a training step: the samples consumed before it, and of each sequence
+with labels that count the inputs and these labels. A line is complete before the step ends.
 """
 
 import json
 import sys
+from itertools import compress
 from pathlib import Path
 
 from megatron_balance import run
@@ -39,7 +40,9 @@ def ready() -> None:
                 strict=True,
             )
             pieces = [
-                [tokens[: int(sum(mask))], labels[: int(sum(mask))]] for tokens, labels, mask in lines if any(mask)
+                [list(compress(tokens, mask)), list(compress(labels, mask))]
+                for tokens, labels, mask in lines
+                if any(mask)
             ]
             file.write(json.dumps([get_args().consumed_train_samples, pieces]) + "\n")
             file.flush()

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron_balance.errors import BalanceError
+
 GOOD = "--varlen-packing --calculate-per-token-loss"
 REFUSED = {
     f"{GOOD} --reset-position-ids": "--reset-position-ids",
@@ -26,6 +28,7 @@ REFUSED = {
     f"{GOOD} --dataloader-type cyclic": "--dataloader-type",
     f"{GOOD} --dataloader-type external": "--dataloader-type",
     f"{GOOD} --decrease-batch-size-if-needed": "--decrease-batch-size-if-needed",
+    f"{GOOD} --non-persistent-ckpt-type local": "--non-persistent-ckpt-type local",
     f"{GOOD} --phase-transition-iterations 3": "--phase-transition-iterations",
     f"{GOOD} --iterations-to-skip 3": "--iterations-to-skip",
     f"{GOOD} --check-for-spiky-loss": "--check-for-spiky-loss",
@@ -56,3 +59,28 @@ def test_refusal_names_the_flag(answers, line):
     if answers[line] == "unknown to this Megatron":
         pytest.skip(f"this Megatron has no such flag: {line}")
     assert REFUSED[line] in answers[line]
+
+
+@pytest.mark.parametrize(
+    ("asked", "implementation", "on_gpu", "installed", "answer"),
+    [
+        ("auto", "transformer_engine", True, True, "te"),
+        ("auto", "local", True, True, "flash"),
+        ("auto", "local", True, False, "torch"),
+        ("auto", "local", False, True, "torch"),
+        ("flash", "local", True, True, "flash"),
+        ("flash", "local", True, False, "needs the package flash-attn"),
+        ("flash", "local", False, True, "needs a GPU"),
+        ("te", "local", True, True, "needs the layers of Transformer Engine"),
+        ("torch", "transformer_engine", True, True, "is for the local layers"),
+    ],
+)
+def test_attention_that_cannot_be_had_is_refused(monkeypatch, asked, implementation, on_gpu, installed, answer):
+    pytest.importorskip("torch")
+    from megatron_balance.megatron.packed.attention import chosen
+
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: installed or None)
+    try:
+        assert chosen(asked, implementation, on_gpu) == answer
+    except BalanceError as error:
+        assert answer in str(error)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable
 from functools import cache
@@ -11,14 +12,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 from launch import TINY, Run, launch, trained
-from written_documents import write_documents
+from written_documents import EOD, write_documents
+
+from megatron_balance.megatron.found_checkpoint import ahead_of
+from megatron_balance.pipeline.stored import FILE_NAME
 
 pytestmark = pytest.mark.training
 
 TOLERANCE = 2e-6
 DRIVER = Path(__file__).with_name("packed_run.py")
 MODEL = "--num-layers 4 --untie-embeddings-and-output-weights"
-PACKING = "--varlen-packing --calculate-per-token-loss --split 90,10,0"
+PACKING = "--varlen-packing --calculate-per-token-loss --split 90,10,0 --eval-iters 2 --eval-interval 20"
 Piece = tuple[tuple[int, ...], tuple[int, ...]]
 
 
@@ -48,11 +52,11 @@ def packed(documents, checkpoint, tmp_path_factory) -> Callable[..., Run]:
     return train
 
 
-@pytest.mark.parametrize(
+TOPOLOGIES = pytest.mark.parametrize(
     ("flags", "processes"),
     [
         ("--pipeline-model-parallel-size 2", 2),
-        ("--pipeline-model-parallel-size 4", 4),
+        ("--pipeline-model-parallel-size 4 --eval-micro-batch-size 2", 4),
         ("--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2", 2),
         ("--pipeline-model-parallel-size 2", 4),
         ("--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2", 4),
@@ -61,24 +65,40 @@ def packed(documents, checkpoint, tmp_path_factory) -> Callable[..., Run]:
     ],
     ids=["PP2", "PP4", "PP2-VPP2", "DP2-PP2", "TP2-PP2", "two-bins-a-micro-batch", "balanced"],
 )
+
+
+@TOPOLOGIES
 def test_losses_equal_those_of_one_process(packed, flags, processes):
     losses, reference = packed(flags, processes).losses, packed().losses
     assert len(losses) == len(reference) == 20
     assert max(abs(loss - right) / right for loss, right in zip(losses, reference, strict=True)) <= TOLERANCE
 
 
+@TOPOLOGIES
+def test_evaluation_does_not_depend_on_the_topology(packed, flags, processes):
+    values, reference = evaluated(packed(flags, processes)), evaluated(packed())
+    assert len(values) == len(reference) > 0
+    assert values == pytest.approx(reference, rel=3e-6)  # seven digits are printed
+
+
+def evaluated(run: Run) -> list[float]:
+    return [float(value) for value in re.findall(r"lm loss value: (\S+)", run.output)]
+
+
 def test_every_label_is_learned_once_an_epoch_also_across_a_kill_and_another_topology(documents, tmp_path):
     prefix, written = documents
-    save = f"--save {tmp_path / 'checkpoint'} --save-interval 3"
+    save, mask = f"--save {tmp_path / 'checkpoint'} --save-interval 3", "--eod-mask-loss"
     first = launch(
         tmp_path / "killed",
-        arguments(prefix, f"--pipeline-model-parallel-size 2 {save} --train-iters 40"),
+        arguments(prefix, f"--pipeline-model-parallel-size 2 {save} {mask} --train-iters 40"),
         2,
         driver=DRIVER,
         kill_when="iteration        8/",
     )
     assert first.status < 0
-    resumed = f"--load {tmp_path / 'checkpoint'} {save} --train-iters 40 --micro-batch-size 2"
+    beside = tmp_path / "checkpoint" / "iter_0000006" / FILE_NAME
+    beside.replace(ahead_of(beside))  # where a kill would have left it just after the checkpoint was complete
+    resumed = f"--load {tmp_path / 'checkpoint'} {save} {mask} --num-workers 2 --train-iters 40 --micro-batch-size 2"
     trained(launch(tmp_path / "resumed", arguments(prefix, resumed), 2, driver=DRIVER))
     before, after = fed(tmp_path / "killed"), fed(tmp_path / "resumed")
     turn = min(after)
@@ -89,6 +109,12 @@ def test_every_label_is_learned_once_an_epoch_also_across_a_kill_and_another_top
     steps = {**after, **{step: pieces for step, pieces in before.items() if step < turn}}
     assert sorted(steps) == list(range(0, 40 * 8, 8))
     check_epochs(steps, written[: round(0.9 * len(written))])
+
+
+def test_too_few_documents_to_evaluate_on_are_refused_before_training(documents, tmp_path):
+    run = launch(tmp_path, arguments(documents[0], "--split 98,1,1"))
+    assert run.status != 0 and not run.ranks
+    assert "megatron-balance: error: valid data: all data hold 4 documents" in run.output
 
 
 def fed(folder: Path) -> dict[int, Counter[Piece]]:
@@ -102,13 +128,15 @@ def fed(folder: Path) -> dict[int, Counter[Piece]]:
 
 
 def check_epochs(steps: dict[int, Counter[Piece]], written: Iterable[np.ndarray], capacity: int = 32) -> None:
-    """Whole epochs hold each piece of the data as often as there are epochs, and the rest no more than once."""
+    """Whole epochs hold the counted labels of each piece as often as there are epochs, and the rest no more than once."""
     epoch = Counter()
     for document in written:
         text = document.tolist()
         for start in range(0, len(text) - 1, capacity):
             end = min(start + capacity, len(text) - 1)
-            epoch[tuple(text[start:end]), tuple(text[start + 1 : end + 1])] += 1
+            counted = [place for place in range(start, end) if text[place] != EOD]  # --eod-mask-loss
+            if counted:
+                epoch[tuple(text[place] for place in counted), tuple(text[place + 1] for place in counted)] += 1
     dealt = sum((steps[step] for step in sorted(steps)), Counter())
     assert {*dealt} <= {*epoch}
     times = [dealt[piece] / count for piece, count in epoch.items()]

@@ -121,7 +121,7 @@ def enable() -> None:
     wanted = given_in(sys.argv[1:])
     if wanted and any(argument.split("=")[0] == "--yaml-cfg" for argument in sys.argv[1:]):
         raise BalanceError(
-            f"{FLAG} cannot be used with --yaml-cfg: Megatron then drops every command-line argument, ours too."
+            f"{_flag_given()} cannot be used with --yaml-cfg: Megatron then drops every command-line argument, ours too."
             " Give the settings as arguments."
         )
     if wanted:
@@ -132,6 +132,11 @@ def enable() -> None:
         except BalanceError:
             if wanted:
                 raise
+
+
+def _flag_given() -> str:
+    """The one of our flags that an error is about."""
+    return PACKING if PACKING in sys.argv and FLAG not in sys.argv else FLAG
 
 
 def _check_megatron() -> None:
@@ -145,6 +150,6 @@ def _check_megatron() -> None:
         from megatron.core.package_info import __version__ as version
 
         raise BalanceError(
-            f"{FLAG} needs a Megatron with --pipeline-model-parallel-layout (megatron-core 0.13 or newer):"
+            f"{_flag_given()} needs a Megatron with --pipeline-model-parallel-layout (megatron-core 0.13 or newer):"
             f" {name} is missing in the installed {version}"
         )

@@ -60,10 +60,17 @@ def find_checkpoint(args: Any) -> Checkpoint | None:
 def text_beside(args: Any) -> str | None:
     """The text of our file beside the checkpoint that ``args`` load; None where there is none."""
     try:
-        found = _folder(args)
-        return None if found is None else (Path(found[1]) / FILE_NAME).read_text(encoding="utf-8", errors="replace")
+        if (found := _folder(args)) is None:
+            return None
+        beside = Path(found[1]) / FILE_NAME
+        return (beside if beside.is_file() else ahead_of(beside)).read_text(encoding="utf-8", errors="replace")
     except (OSError, ValueError):
         return None
+
+
+def ahead_of(beside: Path) -> Path:
+    """Where our file lies until its checkpoint is complete: a job may be killed before it is put beside it."""
+    return beside.parent.with_name(f"{beside.stem}-{beside.parent.name}{beside.suffix}")
 
 
 def _find(args: Any) -> Checkpoint | None:

@@ -20,6 +20,7 @@ from megatron_balance.megatron.agreement import decide_on_rank_0
 from megatron_balance.megatron.arguments import FLAG, Options
 from megatron_balance.megatron.found_checkpoint import (
     Checkpoint,
+    ahead_of,
     find_checkpoint,
     loads,
     non_persistent_folder,
@@ -205,19 +206,26 @@ def _keeps_layout(save_checkpoint: Any) -> Any:
     signature = inspect.signature(save_checkpoint)
 
     def save(*args: Any, **kwargs: Any) -> Any:
+        call = signature.bind(*args, **kwargs).arguments
+        if global_rank() == 0:
+            _or_warn(_write_ahead, call)
         result = save_checkpoint(*args, **kwargs)
         if global_rank() == 0:
-            try:
-                _keep(signature.bind(*args, **kwargs).arguments)
-            except Exception as error:  # no reason to end a training: the checkpoint's own arguments tell the same
-                _say_once(f"megatron-balance: warning: the layout could not be kept beside the checkpoint: {error}")
+            _or_warn(_put_beside, call)
         return result
 
     return save
 
 
-def _keep(call: dict[str, Any]) -> None:
-    """Write the layout beside the checkpoint that was just saved, or is just being saved in the background."""
+def _or_warn(step: Callable[[dict[str, Any]], None], call: dict[str, Any]) -> None:
+    try:
+        step(call)
+    except Exception as error:  # no reason to end a training
+        _say_once(f"megatron-balance: warning: the layout could not be kept beside the checkpoint: {error}")
+
+
+def _write_ahead(call: dict[str, Any]) -> None:
+    """Write the layout before the checkpoint is complete, so that none which a killed job leaves lacks it."""
     from megatron.training import get_args
 
     args = get_args()
@@ -226,11 +234,21 @@ def _keep(call: dict[str, Any]) -> None:
         return
     if cursor_to_store:
         stored = replace(stored, packing=cursor_to_store[0]())
-    write_atomically(path, stored.to_json())
+    path.parent.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(ahead_of(path), stored.to_json())
     _say_once(
         f"megatron-balance: the layout is kept beside each checkpoint ({FILE_NAME}); a resume without {FLAG} needs"
         f" {split_flag(args, stored.layout)}, and neither of {_VIRTUAL_FLAGS}"
     )
+
+
+def _put_beside(call: dict[str, Any]) -> None:
+    """Move the layout to the checkpoint that was just saved, or is just being saved in the background."""
+    from megatron.training import get_args
+
+    path = _file(get_args(), call)
+    if path is not None and ahead_of(path).is_file():
+        ahead_of(path).replace(path)
 
 
 def _file(args: Any, call: dict[str, Any]) -> Path | None:

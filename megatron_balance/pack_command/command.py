@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -150,7 +151,7 @@ def _check_files(options: argparse.Namespace) -> None:
         )
     if options.dump is not None and not options.dump.endswith(".json"):
         raise BalanceError(f"--dump {options.dump}: end the file's name in .json")
-    if options.dump is not None and options.dump == options.json:
+    if options.dump and options.json and os.path.realpath(options.dump) == os.path.realpath(options.json):
         raise BalanceError(f"--dump and --json both name {options.dump}: they are two files")
     if options.plot is not None:
         from megatron_balance.pack_command.picture import check_picture_file
@@ -169,10 +170,15 @@ def _check_place(flag: str, path: Path, begins: bytes) -> None:
     """Refuse a place where nothing can be written, or where something stands that is none of ours, as lengths would be."""
     if not (folder := path.absolute().parent).is_dir():
         raise BalanceError(f"{flag} {path}: there is no folder {folder}")
-    if path.is_file() and path.stat().st_size:
-        with path.open("rb") as file:
-            if file.read(len(begins)) != begins:
-                raise BalanceError(f"{flag} {path} is there and was not written by this flag: name another file")
+    try:
+        if path.is_file() and path.stat().st_size:
+            with path.open("rb") as file:
+                if file.read(len(begins)) != begins:
+                    raise BalanceError(f"{flag} {path} is there and was not written by this flag: name another file")
+        elif path.exists() and not path.is_file():
+            raise BalanceError(f"{flag} {path} is there and no regular file: name another file")
+    except OSError as error:
+        raise BalanceError(f"{flag} {path} cannot be written ({error.strerror}): name another file") from error
 
 
 def _write_files(options: argparse.Namespace, report: Report, found: Study) -> None:

@@ -25,6 +25,7 @@ _DEFAULT_BINS = 256
 _DEVICE = "generic"
 _MOST_BINS = 2**20
 _MOST_RATIO = 1e12
+_MOST_SEED = 2**53  # as of a stream
 
 
 @dataclass(frozen=True)
@@ -88,8 +89,7 @@ def read_request(options: argparse.Namespace, argv: Sequence[str]) -> Request:
     check_schedule(topology)
     check_seq_length(seq_length, topology, bool(arguments.get("sequence_parallel")) and topology.tensor_size > 1)
     rule = PieceRule(seq_length, alignment_of(topology), options.varlen_packing_long_documents)
-    experts = [arguments.get(f"expert_{kind}_parallel_size") for kind in ("model", "tensor")]
-    grid = grid_of(topology, experts[0] or 1, experts[1])
+    grid = grid_of(topology, _experts(arguments, "model") or 1, _experts(arguments, "tensor"))
     _check_bins(grid)
     if has_model and options.cost_ratio is None:
         sequence, source = _model_cost(options.balanced_pipeline_costs, job, device)
@@ -121,8 +121,8 @@ def _check_numbers(options: argparse.Namespace) -> None:
             raise BalanceError(f"{flag} {value}: give a number of 1 to {most}")
     if options.data_parallel_size is not None and options.world_size is not None:
         raise BalanceError("--data-parallel-size and --world-size both say how many replicas there are: leave one out")
-    if not 0 <= options.seed < 2**63:
-        raise BalanceError(f"--seed {options.seed}: give a number of 0 or more")
+    if not 0 <= options.seed < _MOST_SEED:
+        raise BalanceError(f"--seed {options.seed}: give a number of 0 to {_MOST_SEED - 1}")
     ratio = options.cost_ratio
     if ratio is not None and not 0 <= ratio <= _MOST_RATIO:  # false for NaN
         raise BalanceError(
@@ -138,7 +138,8 @@ def _apart(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     """Data sets before the first flag, and the rest; a launcher and its script are no data sets."""
     if _is_launched(argv):
         return [], list(argv)
-    first = next((place for place, word in enumerate(argv) if word.startswith("-")), len(argv))
+    flags = (place for place, word in enumerate(argv) if word.startswith("-") and number_in(word) is None)
+    first = next(flags, len(argv))  # a negative weight is no flag
     return list(argv[:first]), list(argv[first:])
 
 
@@ -213,6 +214,13 @@ def _num_microbatches(
     num_microbatches = -(-_DEFAULT_BINS // (each * group)) * group
     assumed.append(f"--global-batch-size {num_microbatches * each}")
     return num_microbatches
+
+
+def _experts(arguments: Mapping[str, Any], kind: str) -> int | None:
+    size = arguments.get(f"expert_{kind}_parallel_size")
+    if size is not None and size < 1:
+        raise BalanceError(f"--expert-{kind}-parallel-size {size}: must be 1 or more")
+    return size
 
 
 def _check_bins(grid: Grid) -> None:

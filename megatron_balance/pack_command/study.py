@@ -34,7 +34,8 @@ from megatron_balance.packing.stream import Stream
 from megatron_balance.reporting import progress
 
 _MOST_BOUNDED = 4096  # operations of a step's schedule times steps whose bound is computed: some seconds
-_MOST_DOCUMENTS = 5_000_000  # of which a whole epoch is cut to count its batches; of more, the batches simulated tell
+# Of which a whole epoch of all data sets is cut to count its batches; of more, the batches simulated tell.
+_MOST_PIECES, _MOST_BATCHES = 5_000_000, 20_000
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,12 +116,12 @@ class _Counted:
 
 def _cut(request: Request, stream: Stream) -> tuple[tuple[GlobalBatch, ...], _Counted]:
     """The global batches that are to be simulated; and what there is to say of them, or of a whole epoch if that is quick."""
-    documents = sum(data_set.lengths.size for data_set in stream.blend.data_sets)
-    whole = documents <= _MOST_DOCUMENTS
+    labels = _epoch_labels(request, stream.blend)
+    whole = labels is not None
     first: list[GlobalBatch] = []
     tokens = ended = fill = 0.0
     number, least = 0, 1.0
-    with progress("cutting global batches", documents if whole else request.batches) as advance:
+    with progress("cutting global batches", labels or request.batches) as advance:
         for batch in batches(stream, stream.start, itertools.repeat(request.grid.num_bins)):
             number += 1
             if len(first) < request.batches:
@@ -128,10 +129,23 @@ def _cut(request: Request, stream: Stream) -> tuple[tuple[GlobalBatch, ...], _Co
             counts = batch.counts
             tokens, ended, fill = tokens + counts.tokens, ended + counts.documents, fill + batch.fill
             least = min(least, batch.fill)
-            advance(counts.documents + counts.skipped + counts.dropped if whole else 1)
+            advance(counts.tokens if whole else 1)
             if number >= request.batches and (not whole or batch.stop.epochs):
                 break
     return tuple(first), _Counted(number, tokens / number, ended / number, fill / number, least)
+
+
+def _epoch_labels(request: Request, blend: Blend) -> float | None:
+    """Labels dealt until each data set has been read once, a small one of much weight often; None where that takes long."""
+    totals = [Totals.of(one, request.rule) for one in blend.data_sets]
+    labels = max(total.kept_labels / weight for total, weight in zip(totals, blend.weights, strict=True))
+    capacity = request.rule.seq_length
+    pieces = sum(
+        (total.documents + total.kept_labels / capacity) * labels * weight / total.kept_labels
+        for total, weight in zip(totals, blend.weights, strict=True)
+    )
+    many = pieces > _MOST_PIECES or labels / capacity > _MOST_BATCHES * request.grid.num_bins
+    return None if many else labels
 
 
 def _profile(request: Request, stream: Stream, cache: Path | None) -> Profile:

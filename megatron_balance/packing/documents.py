@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from megatron_balance.packing import length_files
 from megatron_balance.packing.digest import digest
 from megatron_balance.packing.length_files import LONGEST, WHOLE, number_in
 from megatron_balance.packing.megatron_index import REBUILD, MegatronIndex
-from megatron_balance.packing.pieces import PieceRule
+from megatron_balance.packing.pieces import DROP, PieceRule
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,6 +55,15 @@ class Documents:
         lengths = lengths.view()
         lengths.flags.writeable = False
         return cls(name, lengths, digest(lengths))
+
+
+def nothing_to_learn(documents: Documents, rule: PieceRule) -> BalanceError:
+    """The error about documents that give no piece."""
+    dropped = f", or has more than {rule.seq_length + 1}" if rule.long_documents == DROP else ""
+    return BalanceError(
+        f"{documents.name}: nothing to learn from, each of its {documents.lengths.size} documents has fewer than two"
+        f" tokens{dropped}: leave it out"
+    )
 
 
 @dataclass(frozen=True)
@@ -122,7 +132,7 @@ class Blend:
         for weight, data_set in zip(weights, data_sets, strict=True):
             if not 0 < weight < float("inf"):
                 raise BalanceError(f"the weight of {data_set.name} is {weight}: give a number above 0, or leave it out")
-        total = sum(weights)
+        total = math.fsum(weights)  # Python's own sum of floats is another from 3.12 on
         return cls(tuple(data_sets), tuple(float(weight / total) for weight in weights))
 
 
@@ -205,7 +215,7 @@ def default_cache_folder(documents: Documents) -> Path:
 
 def _first_wrong(lengths: np.ndarray) -> int | None:
     """Place of the first number that is no length."""
-    right = (lengths >= 0) & (lengths <= float(LONGEST))
+    right = (lengths >= 0) & (lengths < np.float64(LONGEST + 1))  # not in fewer bits: float32 would round the limit up
     if lengths.dtype.kind == "f":
         right &= lengths == np.floor(lengths)
     return None if right.all() else int(np.argmin(right))

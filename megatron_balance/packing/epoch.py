@@ -8,7 +8,7 @@ from functools import cached_property
 import numpy as np
 
 from megatron_balance.packing.bins import first_fit_bins
-from megatron_balance.packing.documents import Blend, Documents
+from megatron_balance.packing.documents import Blend, Documents, nothing_to_learn
 from megatron_balance.packing.pieces import PieceRule, Pieces, by_bin
 
 
@@ -28,7 +28,11 @@ class Epoch:
 
     @classmethod
     def of(cls, blend: Blend, rule: PieceRule, multiple: int = 1) -> Epoch:
-        """The epoch of a blend, whatever its weights, in a multiple of so many bins."""
+        """The epoch of a blend, whatever its weights, in a multiple of so many bins.
+
+        Raises:
+            BalanceError: a data set gives no piece.
+        """
         parts = [epoch_pieces(documents, rule, number) for number, documents in enumerate(blend.data_sets)]
         names = ("data_set", "document", "first", "end")
         every = Pieces(*(np.concatenate([getattr(part, name) for part in parts]) for name in names))
@@ -46,9 +50,15 @@ class Epoch:
 
 
 def epoch_pieces(documents: Documents, rule: PieceRule, data_set: int = 0) -> Pieces:
-    """The pieces of a data set's documents, in their own order."""
+    """The pieces of a data set's documents, in their own order.
+
+    Raises:
+        BalanceError: there are none.
+    """
     labels = rule.kept_labels(np.maximum(np.asarray(documents.lengths, dtype=np.int64) - 1, 0))
     capacity = rule.seq_length
+    if not labels.any():
+        raise nothing_to_learn(documents, rule)
     counts = -(-labels // capacity)
     document = np.repeat(np.arange(labels.size), counts)
     first = (np.arange(document.size) - np.repeat(np.cumsum(counts) - counts, counts)) * capacity

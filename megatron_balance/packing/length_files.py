@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
+import errno
+import io
 import json
+import os
 import zipfile
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -41,8 +45,9 @@ def number_in(word: str) -> float | None:
 
 
 def _json_lengths(name: str) -> np.ndarray:
+    text = read_text(name, name)
     try:
-        values = json.loads(read_text(name, name))
+        values = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise BalanceError(f"{name} is not whole JSON ({error}): pass a list of lengths") from error
     if isinstance(values, dict):
@@ -57,7 +62,7 @@ def _json_lengths(name: str) -> np.ndarray:
 
 def _csv_lengths(name: str) -> np.ndarray:
     try:
-        with readable(Path(name)), open(name, encoding="utf-8-sig", errors="replace", newline="") as file:
+        with _opened(name) as content, io.TextIOWrapper(content, "utf-8-sig", "replace", newline="") as file:
             return _int32(name, _csv_cells(name, csv.reader(file)))
     except csv.Error as error:
         raise BalanceError(f"{name} is not CSV ({error}): pass one length a line") from error
@@ -94,9 +99,13 @@ def _column(name: str, first_row: Sequence[str]) -> int:
 
 
 def _npy_lengths(name: str) -> np.ndarray:
+    with _opened(name):
+        pass
     try:
         with readable(Path(name)):
             values = np.load(name, mmap_mode="r", allow_pickle=False)
+    except BalanceError:
+        raise
     except (ValueError, EOFError, zipfile.BadZipFile) as error:
         raise BalanceError(f"{name} is not a whole .npy file of numbers ({error}): write it with numpy.save") from error
     if not isinstance(values, np.ndarray) or values.ndim != 1 or values.dtype.kind not in "iuf":
@@ -117,3 +126,14 @@ def _int32(name: str, values: Iterable[tuple[str, Any]]) -> np.ndarray:
             yield int(value)
 
     return np.fromiter(checked(), dtype=np.int32)
+
+
+@contextlib.contextmanager
+def _opened(name: str) -> Iterator[BinaryIO]:
+    """A regular file to read: a pipe would be waited for, and a device may have no end."""
+    with readable(Path(name)):
+        file = open(name, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK))  # noqa: SIM115
+        with file:
+            if not os.path.isfile(name):
+                raise OSError(errno.EINVAL, "it is not a regular file")
+            yield file

@@ -132,7 +132,7 @@ def _similar(path: Path) -> str:
     folder = path.parent
     if not folder.is_dir():
         return f", and so is its folder {folder}: check the path"
-    prefixes = sorted(str(other.with_suffix("")) for other in folder.glob("*.idx"))
+    prefixes = sorted(str(other.with_suffix("")) for other in folder.glob("*.idx") if other.is_file())
     if not prefixes:
         return f"; no file in {folder} ends in .idx: pass the path of a data set without this ending"
     close = difflib.get_close_matches(str(path.with_suffix("")), prefixes, n=3) or prefixes[:3]

@@ -51,7 +51,7 @@ def grid_of(topology: Topology, expert_size: int = 1, expert_tensor_size: int | 
     """
     shards = expert_size * (expert_tensor_size or topology.tensor_size)
     replica = topology.tensor_size * topology.context_size
-    if shards > replica and (shards % replica or topology.data_size % (shards // replica)):
+    if max(shards, replica) % min(shards, replica) or topology.data_size % max(1, shards // replica):
         raise BalanceError(
             f"experts on {shards} ranks (expert parallel {expert_size} * expert tensor parallel {shards // expert_size}) do not"
             f" fit {topology.data_size} data-parallel ranks of {replica} (tensor * context parallel): change"

@@ -14,7 +14,7 @@ import numpy as np
 from megatron_balance import reading
 from megatron_balance.errors import BalanceError
 from megatron_balance.packing import kernels
-from megatron_balance.packing.documents import Blend, Documents
+from megatron_balance.packing.documents import Blend, Documents, nothing_to_learn
 from megatron_balance.packing.pieces import DROP, LONG_DOCUMENTS, SPLIT, TRUNCATE, PieceRule, Pieces
 
 Orders = Callable[[int, int], np.ndarray]  # (data set, epoch) -> its documents in the epoch's order, [documents]
@@ -362,11 +362,7 @@ class Stream:
             kernels.count_pieces(chunk, self._rule, totals)
             if totals[2]:
                 return
-        dropped = f", or has more than {self.rule.seq_length + 1}" if self.rule.long_documents == DROP else ""
-        raise BalanceError(
-            f"{documents.name}: nothing to learn from, each of its {documents.lengths.size} documents has fewer than two"
-            f" tokens{dropped}: leave it out"
-        )
+        raise nothing_to_learn(documents, self.rule)
 
 
 def _chunks(documents: Documents) -> Iterator[np.ndarray]:

@@ -6,6 +6,7 @@ alone by torch's own attention, one sequence after the other, or by flash-attn's
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 from collections.abc import Callable
 from typing import Any
@@ -39,7 +40,8 @@ def attention_hook(kind: str) -> Hook:
         ) -> torch.Tensor:
             if packed_seq_params is None:
                 return forward(self, query, key, value, *args, **kwargs)
-            return attend(self, query, key, value, packed_seq_params).flatten(1)
+            with _random_state(self):
+                return attend(self, query, key, value, packed_seq_params).flatten(1)
 
         return attention
 
@@ -110,7 +112,7 @@ def _attend(module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Te
         key,
         value,
         attn_mask=mask,
-        dropout_p=module.attention_dropout.p if module.training else 0.0,
+        dropout_p=_dropout(module),
         is_causal=mask is None,
         scale=_scale(module),
     )
@@ -129,11 +131,24 @@ def _flash(module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Ten
         packed.cu_seqlens_kv,
         packed.max_seqlen_q,
         packed.max_seqlen_kv,
-        dropout_p=module.attention_dropout.p if module.training else 0.0,
+        dropout_p=_dropout(module),
         softmax_scale=_scale(module),
         causal=True,
         window_size=(-1, -1) if window is None else (window - 1, 0),
     )
+
+
+def _random_state(module: Any) -> contextlib.AbstractContextManager[None]:
+    """Dropout draws as in stock attention: tensor-parallel ranks, which have other heads, each for themselves."""
+    from megatron.core import tensor_parallel
+
+    if module.config.sequence_parallel or not _dropout(module):
+        return contextlib.nullcontext()
+    return tensor_parallel.get_cuda_rng_tracker().fork()
+
+
+def _dropout(module: Any) -> float:
+    return module.attention_dropout.p if module.training else 0.0
 
 
 def _window(module: Any) -> int | None:

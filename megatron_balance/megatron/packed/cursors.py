@@ -7,8 +7,10 @@ from typing import Any
 from megatron_balance.errors import BalanceError
 from megatron_balance.megatron.found_checkpoint import loads, text_beside
 from megatron_balance.packing.stream import Cursor, Stream
-from megatron_balance.pipeline.stored import StoredLayout
+from megatron_balance.pipeline.stored import FILE_NAME, StoredLayout
 from megatron_balance.reading import DamageError
+
+_REMEDY = "load another with --ckpt-step, or give --finetune to begin with the first document"
 
 
 def start(args: Any, stream: Stream) -> tuple[int, Cursor]:
@@ -20,18 +22,19 @@ def start(args: Any, stream: Stream) -> tuple[int, Cursor]:
     item = args.consumed_train_samples
     if item == 0 or not loads(args):
         return item, stream.start
+    name = f"{FILE_NAME} beside the checkpoint in {args.load}"
     text = text_beside(args)
-    packing = (
-        None if text is None else StoredLayout.from_json(text, f"the file beside the checkpoint in {args.load}").packing
-    )
-    if packing is None:
+    try:
+        packing = None if text is None else StoredLayout.from_json(text, name).packing
+        cursor = None if packing is None else Cursor.from_json(packing)
+    except DamageError as damage:
+        raise BalanceError(f"{name} {damage}: {_REMEDY}") from damage
+    except BalanceError as error:
+        raise BalanceError(f"{error}: {_REMEDY}") from error
+    if cursor is None:
         raise BalanceError(
             f"the checkpoint in {args.load} has seen {item} samples, but was not trained with --varlen-packing: which documents it"
             " has seen cannot be told. Give --finetune to begin with the first document, or leave --varlen-packing out"
         )
-    try:
-        cursor = Cursor.from_json(packing)
-    except DamageError as damage:
-        raise BalanceError(f"the place in the data stored beside the checkpoint in {args.load} {damage}") from damage
     stream.check(cursor)
     return item, cursor

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -21,6 +22,7 @@ from megatron.core.datasets.utils import Split
 from megatron.training import get_args, get_tokenizer
 from megatron.training.utils import get_blend_and_blend_per_split
 
+from megatron_balance.errors import BalanceError
 from megatron_balance.megatron import stored_layout
 from megatron_balance.megatron.packed import cursors
 from megatron_balance.megatron.packed.greeting import greeting
@@ -32,7 +34,7 @@ from megatron_balance.megatron.packed.stages import reads_tokens
 from megatron_balance.megatron.registry import registry
 from megatron_balance.packing.cost import BinCost
 from megatron_balance.packing.cut import batches
-from megatron_balance.packing.documents import Blend, Documents, default_cache_folder
+from megatron_balance.packing.documents import Blend, Documents, default_cache_folder, read_indexed
 from megatron_balance.packing.epoch import Epoch, epoch_pieces
 from megatron_balance.packing.index import epoch_order
 from megatron_balance.packing.pieces import PieceRule
@@ -73,16 +75,31 @@ def datasets(num_samples: Sequence[int | None], vp_stage: int | None = None) -> 
     registry.apply(LOG)
     registry.apply(COUNT)
     with_tokens = mpu.get_tensor_model_parallel_rank() == 0 and reads_tokens(get_args(), vp_stage)
-    return tuple(_built(split, items, with_tokens) for split, items in zip(Split, num_samples, strict=True))
+    built = []
+    for split, items in zip(Split, num_samples, strict=True):
+        with _naming(split):
+            built.append(_built(split, items, with_tokens))
+    return tuple(built)
+
+
+@contextlib.contextmanager
+def _naming(split: Split) -> Iterator[None]:
+    """Say which split an error is about."""
+    try:
+        yield
+    except BalanceError as error:
+        raise BalanceError(f"{split.name} data: {error}") from error
 
 
 def _built(split: Split, num_items: int | None, with_tokens: bool) -> Any:
     """The packed data set of a split, a list of them with ``--multiple-validation-sets``; None where there are no documents."""
-    args, sources = get_args(), sources_of(split)
-    if not sources or num_items == 0:
+    args = get_args()
+    if num_items == 0 or (split == Split.train and args.skip_train) or not (sources := sources_of(split)):
         return None
     readers = [source for source, _ in sources]
     if num_items is not None:
+        if split == Split.train:
+            num_items += _train_size()(num_items)  # the last step may end behind --train-samples
         return PackedDataset(planner_of(split), readers, rule_of(args), num_items, split, with_tokens)
     groups = [(reader,) for reader in readers] if args.multiple_validation_sets else [tuple(readers)]
     whole = [
@@ -108,7 +125,10 @@ def planner_of(split: Split) -> Planner:
         planner = Planner(stream, cursors.start(args, stream), _train_size(), placing())
         stored_layout.cursor_to_store[:] = [lambda: planner.cursor(args.consumed_train_samples).to_json()]
         return planner
-    return Planner(stream, (0, stream.start), _eval_size(args), placing())
+    size = getattr(args, "eval_micro_batch_size", None) or args.micro_batch_size
+    planner = Planner(stream, (0, stream.start), _eval_size(args), placing().with_micro_batches_of(size))
+    planner.window(0)  # too few documents are refused now, not when the first evaluation comes
+    return planner
 
 
 @cache
@@ -219,6 +239,8 @@ def _source(prefix: str | None, part: tuple[float, float]) -> Source:
 def _low_level(prefix: str | None) -> Any:
     if prefix is None:
         return MockGPTLowLevelDataset(get_tokenizer())
+    if not IndexedDataset.exists(prefix):
+        prefix = read_indexed(prefix).name  # given with an ending; else the error says what is there instead
     return IndexedDataset(prefix, multimodal=False, mmap=get_args().mmap_bin_files)
 
 

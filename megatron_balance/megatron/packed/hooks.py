@@ -35,8 +35,7 @@ def after_globals(args: Any, options: PackingOptions) -> None:
     kind = chosen(options.attention, args.transformer_impl, on_gpu)
     if kind != TE:
         registry.apply(attention_hook(kind))
-    if args.micro_batch_size > 1:
-        registry.apply(ROWS)
+    registry.apply(ROWS)
     registry.apply(stored_layout.SAVE)
 
 

@@ -132,6 +132,12 @@ CONFLICTS = (
         f"{_FIXED_ITEMS} (single)",
     ),
     Conflict("decrease_batch_size_if_needed", bool, "--decrease-batch-size-if-needed", _FIXED_ITEMS),
+    Conflict(
+        "non_persistent_ckpt_type",
+        _one_of("local"),
+        "--non-persistent-ckpt-type local",
+        "a resume finds the place in the data beside global checkpoints only: take global",
+    ),
     Conflict("phase_transition_iterations", bool, "--phase-transition-iterations", _FIXED_ITEMS),
     Conflict("iterations_to_skip", bool, "--iterations-to-skip", _FIXED_ITEMS),
     Conflict(

@@ -12,7 +12,7 @@ import numpy as np
 
 from megatron_balance.costs.analytic import analytic_table
 from megatron_balance.megatron.agreement import decide_on_rank_0
-from megatron_balance.megatron.arguments import Options, topology_of
+from megatron_balance.megatron.arguments import ANALYTIC, Options, topology_of
 from megatron_balance.megatron.job_costs import device_here, device_of_job, table_of_job
 from megatron_balance.model import ModelSpec
 from megatron_balance.packing import sizes
@@ -39,6 +39,10 @@ class Placing:
         grid = self.grid_of(batch.num_bins)
         return place(batch.pieces.tokens, self.cost, self.rule, grid, self.profile, batch.bins)
 
+    def with_micro_batches_of(self, size: int) -> Placing:
+        """The same for micro-batches of ``size`` bins, which evaluation may have."""
+        return replace(self, grid=replace(self.grid, topology=replace(self.grid.topology, micro_batch_size=size)))
+
     def grid_of(self, num_bins: int) -> Grid:
         """The grid of a global batch of ``num_bins`` bins, which a ramp-up may make smaller."""
         topology = self.grid.topology
@@ -54,6 +58,9 @@ def agreed_cost(args: Any, grid: Grid) -> SequenceCost:
 
     def find() -> str:
         model, topology, options = ModelSpec.from_arguments(vars(args)), grid.topology, Options.from_args(args)
+        if options is None or options.costs_kind == ANALYTIC:
+            # Attention within sequences visits the unmasked half only and keeps no scores, also in local layers.
+            model = replace(model, fused_kernels=True)
         device = device_here() if options is None else device_of_job(options)
         table = (
             analytic_table(model, topology, device) if options is None else table_of_job(args, options, model, topology)
