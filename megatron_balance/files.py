@@ -91,12 +91,19 @@ def read_text(path: str | os.PathLike[str], name: str) -> str:
     Raises:
         BalanceError: ``name``, as "the plan file x.json", cannot be read, or is no regular file, which may have no end.
     """
-    try:
+    with readable(name):
         if not stat.S_ISREG(os.stat(path).st_mode):
             raise OSError(errno.EINVAL, "it is not a regular file")
         return Path(path).read_text(encoding="utf-8", errors="replace")
+
+
+@contextlib.contextmanager
+def readable(name: str | Path) -> Iterator[None]:
+    """Make a `BalanceError` of a file, named so in it, that cannot be read."""
+    try:
+        yield
     except OSError as error:
-        raise BalanceError(f"{name} cannot be read ({error.strerror}): pass another") from error
+        raise BalanceError(f"{name} cannot be read ({error.strerror or error}): pass another") from error
 
 
 def write_standard_output(text: str) -> None:

@@ -60,8 +60,7 @@ def log_normal(seed: int, count: int, capacity: int, median: float = 1024.0) -> 
 
 
 def over_ideal(bins: np.ndarray, tokens: np.ndarray, cost: BinCost, grid: Grid) -> float:
-    judge, seconds = StepJudge(grid), micro_batch_s(bins, cost.piece_s(tokens), cost.empty_s, grid)
-    return judge.step_s(seconds) / judge.ideal_s(seconds)
+    return StepJudge(grid).step_over_ideal(micro_batch_s(bins, cost.piece_s(tokens), cost.empty_s, grid))
 
 
 @st.composite

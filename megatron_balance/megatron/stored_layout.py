@@ -198,9 +198,8 @@ def check_without_flag(args: Any) -> None:
 # --- saving -----------------------------------------------------------------------------------------------------------
 
 _said: set[str] = set()
-cursor_to_store: list[
-    Callable[[], dict[str, Any]]
-] = []  # where the documents of the next step begin, if they are packed
+# Gives where the documents of the next step begin; empty where they are not packed.
+cursor_to_store: list[Callable[[], dict[str, Any]]] = []
 
 
 def _keeps_layout(save_checkpoint: Any) -> Any:

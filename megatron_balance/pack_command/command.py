@@ -6,7 +6,6 @@ Only what reads the command line is imported with this file: compiled code and p
 from __future__ import annotations
 
 import argparse
-import functools
 import json
 import os
 import sys
@@ -130,15 +129,15 @@ def pack(options: argparse.Namespace, argv: Sequence[str]) -> int:
     from megatron_balance.pack_command.request import read_request
 
     request = read_request(options, argv)
-    say = functools.partial(print, file=sys.stderr, flush=True)
     if request.ignored:
-        say(f"megatron-balance: without effect on packing: {' '.join(request.ignored)}")
+        ignored = " ".join(request.ignored)
+        print(f"megatron-balance: without effect on packing: {ignored}", file=sys.stderr, flush=True)
     from megatron_balance.packing.documents import read_blend
 
     blend = read_blend(request.data)
     from megatron_balance.pack_command.study import study
 
-    report, found = study(request, blend, lambda text: say(f"megatron-balance: {text}"))
+    report, found = study(request, blend)
     _write_files(options, report, found)
     _show(options, report)
     return 0

@@ -161,11 +161,11 @@ def _heatmaps(figure: Any, report: Report, found: Study) -> None:
 def _balance(report: Report, step: Step) -> str:
     from megatron_balance.packing.step import judge_of
 
-    judge, costs = judge_of(report.request.grid), step.seconds.sum(axis=0)
+    costs = step.seconds.sum(axis=0)
     ranks = costs.sum(axis=1)
     return (
         f"costliest rank {ranks.max() / ranks.mean():.3f} of the mean one, micro-batch {costs.max() / costs.mean():.2f};"
-        f" step {judge.step_s(step.seconds) / judge.ideal_s(step.seconds):.3f} of one without waiting"
+        f" step {judge_of(report.request.grid).step_over_ideal(step.seconds):.3f} of one without waiting"
     )
 
 

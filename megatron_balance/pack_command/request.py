@@ -13,6 +13,7 @@ from megatron_balance.costs.devices import Device, device_chosen
 from megatron_balance.errors import BalanceError
 from megatron_balance.packing.cost import BinCost, SequenceCost
 from megatron_balance.packing.grid import Grid
+from megatron_balance.packing.length_files import ENDINGS, number_in
 from megatron_balance.packing.pieces import PieceRule
 from megatron_balance.packing.sizes import alignment_of, check_seq_length, grid_of
 from megatron_balance.planning.flags import ANALYTIC, FLAG, PROFILE
@@ -137,7 +138,7 @@ def _apart(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     """Data sets before the first flag, and the rest; a launcher and its script are no data sets."""
     if _is_launched(argv):
         return [], list(argv)
-    flags = (place for place, word in enumerate(argv) if word.startswith("-") and not _is_number(word))
+    flags = (place for place, word in enumerate(argv) if word.startswith("-") and number_in(word) is None)
     first = next(flags, len(argv))  # a negative weight is no flag
     return list(argv[:first]), list(argv[first:])
 
@@ -159,16 +160,9 @@ def _data(options: argparse.Namespace, prefixes: list[str]) -> tuple[str, ...]:
     ((name, words),) = given.items()
     if name == "--lengths":
         for word in words:
-            if not word.endswith((".json", ".csv", ".npy")) and not _is_number(word):
+            if not word.endswith(ENDINGS) and number_in(word) is None:
                 raise BalanceError(f"--lengths {word}: its name must end in .json, .csv or .npy")
     return tuple(words)
-
-
-def _is_number(word: str) -> bool:
-    try:
-        return math.isfinite(float(word))
-    except ValueError:
-        return False
 
 
 def _read(words: Sequence[str]) -> CommandLine:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -72,7 +72,7 @@ class Study:
     steps: dict[str, tuple[Step, ...]]
 
 
-def study(request: Request, blend: Blend, say: Callable[[str], None]) -> tuple[Report, Study]:
+def study(request: Request, blend: Blend) -> tuple[Report, Study]:
     """Cut, place and simulate as many global batches as are asked for, in all ways.
 
     Raises:

@@ -83,9 +83,9 @@ def _costs(report: Report) -> str:
 def _documents(report: Report) -> Iterator[tuple[str, str]]:
     totals, rule = [one.totals for one in report.data_sets], report.request.rule
     documents, tokens = sum(one.documents for one in totals), sum(one.tokens for one in totals)
-    longest, short = max(one.longest_tokens for one in totals), sum(one.without_labels for one in totals)
+    longest, empty = max(one.longest_tokens for one in totals), sum(one.without_labels for one in totals)
     mean = f"{tokens / documents:,.0f} tokens in the mean, at most {longest:,}"
-    yield "documents", mean + (f"; {short:,} of fewer than 2 tokens have no label" if short else "")
+    yield "documents", mean + (f"; {empty:,} of fewer than 2 tokens have no label" if empty else "")
     if long := sum(one.longer_than_bin for one in totals):
         lost = sum(one.labels - one.kept_labels for one in totals)
         share = f", with them {_percent(lost / sum(one.labels for one in totals))} of all tokens" if lost else ""

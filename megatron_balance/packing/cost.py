@@ -67,9 +67,7 @@ class SequenceCost:
         pair_s = _attention(table, model, topology, device)
         own = np.array([float(model.seq_length)])
         total_s = sum((seconds * _pairs(own, window) for window, seconds in pair_s.items()), np.zeros(2))
-        share = np.minimum(
-            1.0, whole_s / np.maximum(total_s, _LEAST_S)
-        )  # noise of a measurement never exceeds the whole
+        share = np.minimum(1.0, whole_s / np.maximum(total_s, _LEAST_S))  # a noisy fit never exceeds the whole
         forward_s, backward_s = ((whole_s - share * total_s) / own).tolist()
         return cls(
             (forward_s, backward_s), tuple((window, *(share * each).tolist()) for window, each in pair_s.items())
@@ -90,9 +88,14 @@ class SequenceCost:
 
 @dataclass(frozen=True)
 class BinCost:
-    """The same for a bin: ``empty_s`` and ``piece_s`` of each of its pieces.
+    """Seconds that all stages together take for a bin: ``empty_s``, and ``piece_s`` of each of its pieces.
 
     With fixed shapes padding is computed too, all but its attention: the linear part belongs to the bin, whatever it holds.
+
+    Attributes:
+        sequence: cost of a sequence by its length.
+        seq_length: tokens of a bin.
+        shapes: of micro-batches, ``fixed`` or ``variable``.
     """
 
     sequence: SequenceCost

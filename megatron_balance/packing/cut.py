@@ -10,7 +10,7 @@ import numpy as np
 from megatron_balance.errors import BalanceError
 from megatron_balance.packing import kernels
 from megatron_balance.packing.pieces import PieceRule, Pieces
-from megatron_balance.packing.stream import Counts, Cursor, Epoch, Stream
+from megatron_balance.packing.stream import Counts, Cursor, EpochTotals, Stream
 
 FILL = 0.985  # the rest leaves the placement some freedom
 MANY_BINS = 256  # from here on no run exceeds that fill
@@ -118,7 +118,7 @@ def _fit(sizes: np.ndarray, num_bins: int, capacity: int) -> tuple[int, np.ndarr
     return fits, bins
 
 
-def _too_few(epoch: Epoch, num_bins: int, capacity: int) -> BalanceError:
+def _too_few(epoch: EpochTotals, num_bins: int, capacity: int) -> BalanceError:
     return BalanceError(
         f"all data hold {epoch.documents} documents with {epoch.labels} tokens to learn from, in {epoch.pieces} pieces, and one"
         f" global batch of {num_bins} sequences of {capacity} tokens takes up to {num_bins * capacity}: lower the global batch"

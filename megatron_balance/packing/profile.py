@@ -83,7 +83,8 @@ class Profile:
 def tuning_samples(stream: Stream, num_bins: int) -> list[np.ndarray]:
     """Tokens of the pieces of the first global batches, as many as take seconds: what the profile of a job is tuned on.
 
-    They follow from the data, the seed and the rule, so that `megatron-balance pack` and training find each other's profile.
+    They follow from the data, the seed and the rule, so that with the same costs `megatron-balance pack` and training find each
+    other's profile in the cache.
     """
     first = [batch.pieces.tokens for batch in batches(stream, stream.start, [num_bins] * _MOST_SAMPLES)]
     return first[: max(1, _PIECES // first[0].size)]
@@ -164,8 +165,7 @@ def _judged(profile: Profile, loads: Sequence[tuple[Load, Grid]]) -> Profile:
         if bins is None:
             sum_of += _FITS_NOT
         else:
-            judge, seconds = judge_of(grid), micro_batch_s(bins, load.piece_s, load.empty_s, grid)
-            sum_of += judge.step_s(seconds) / judge.ideal_s(seconds)
+            sum_of += judge_of(grid).step_over_ideal(micro_batch_s(bins, load.piece_s, load.empty_s, grid))
     return replace(profile, step_over_ideal=sum_of / len(loads))
 
 

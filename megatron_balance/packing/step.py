@@ -64,6 +64,10 @@ class StepJudge:
         total_s = float(np.add.accumulate(micro_batch_s.ravel())[-1])  # summed in one order everywhere
         return total_s / (topology.data_size * topology.pipeline_size)
 
+    def step_over_ideal(self, micro_batch_s: np.ndarray) -> float:
+        """The step over one in which no rank ever waits; arguments as for ``step_s``."""
+        return self.step_s(micro_batch_s) / self.ideal_s(micro_batch_s)
+
 
 @lru_cache(maxsize=64)
 def judge_of(grid: Grid) -> StepJudge:

@@ -183,7 +183,7 @@ _READERS: dict[str, reading.Reader] = {
 
 
 @dataclass(frozen=True)
-class Epoch:
+class EpochTotals:
     """What data give when each is read once.
 
     Attributes:
@@ -344,7 +344,7 @@ class Stream:
             self._known = cursor, state
         return state.copy()
 
-    def epoch(self, enough_pieces: int, enough_room: int) -> Epoch:
+    def epoch(self, enough_pieces: int, enough_room: int) -> EpochTotals:
         """What one epoch of all data sets gives, counted until it has ``enough_pieces`` that take ``enough_room`` tokens.
 
         Data of any size are thus measured in milliseconds.
@@ -354,7 +354,7 @@ class Stream:
             if chunk is None:
                 break
             kernels.count_pieces(chunk, self._rule, self._counted)
-        return Epoch(*self._counted.tolist())
+        return EpochTotals(*self._counted.tolist())
 
     def _check_data(self, documents: Documents) -> None:
         totals = np.zeros(4, np.int64)

@@ -33,7 +33,7 @@ class Balance:
         for tokens, bins, num_bins in dealt:
             grid = placing.grid_of(num_bins)
             seconds = micro_batch_s(bins, placing.cost.piece_s(tokens), placing.cost.empty_s, grid)
-            steps.append(judge_of(grid).step_s(seconds) / judge_of(grid).ideal_s(seconds))
+            steps.append(judge_of(grid).step_over_ideal(seconds))
             work = seconds.sum(axis=(0, 2))
             ranks.append(float(work.max() / work.mean()))
         return cls(float(np.mean(steps)), float(np.mean(ranks)))
