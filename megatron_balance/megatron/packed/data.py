@@ -198,7 +198,7 @@ def _weights(weights: Sequence[float | None]) -> Sequence[float] | None:
     return None if None in weights else weights
 
 
-def _order(blend: Blend, seed: int, folder: str | None, place: int, epoch: int) -> np.ndarray:
+def _order(blend: Blend, seed: int, folder: Path | None, place: int, epoch: int) -> np.ndarray:
     return epoch_order(blend.data_sets[place], seed, place, epoch, folder)
 
 
