@@ -29,6 +29,7 @@ _VERSION = 1
 _TOKEN_BYTES = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 6: 8, 7: 4, 8: 2}  # by the code of the tokens' type
 _LONGEST = 2**31 - 1
 _WHOLE = f"a whole number of 0 to {_LONGEST}"
+_LEAST_SHARE = 1e-12  # of a blend
 _LENGTH_FILES = (".json", ".csv", ".npy")
 _LENGTH_COLUMNS = ("length", "lengths", "tokens", "num_tokens")
 _REBUILD = "write it anew with Megatron's tools/preprocess_data.py, or copy it again"
@@ -143,6 +144,9 @@ class Blend:
             if not 0 < weight < float("inf"):
                 raise BalanceError(f"the weight of {data_set.name} is {weight}: give a number above 0, or leave it out")
         total = sum(weights)
+        for weight, data_set in zip(weights, data_sets, strict=True):
+            if weight / total < _LEAST_SHARE:  # so is all where the total overflows
+                raise BalanceError(f"the weight of {data_set.name}, {weight}, is nothing of {total}, all: leave it out")
         return cls(tuple(data_sets), tuple(float(weight / total) for weight in weights))
 
 
