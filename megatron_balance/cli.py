@@ -26,6 +26,10 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:
         return 130
+    except SystemError as error:  # what Numba makes of an interruption of compiled code
+        if not isinstance(error.__cause__, KeyboardInterrupt):
+            raise
+        return 130
 
 
 def _parser() -> argparse.ArgumentParser:

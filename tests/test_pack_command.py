@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import subprocess
 import sys
@@ -371,3 +372,38 @@ def test_full_disk_behind_standard_output_is_said_in_one_line(data) -> None:
     assert ended.stderr.splitlines()[-1].startswith(
         "megatron-balance: error: standard output cannot be written (No space"
     )
+
+
+def test_whole_epochs_are_not_cut_where_that_takes_for_ever(capsys, data, tmp_path) -> None:
+    """A data set of hardly any weight is never read once, and a few documents may be of any length."""
+    huge = tmp_path / "huge.json"
+    huge.write_text(json.dumps([2**31 - 1] * 3))
+    for words in (f"1 {data} 1e-9 {data}", str(huge)):
+        assert packed(capsys, f"{words} {JOB} --batches 1")["batch"]["batches_cut"] == 1
+    assert packed(capsys, f"0.9 {data} 0.1 {data} {JOB} --batches 1")["data_sets"][1]["batches_per_epoch"] > 10
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("--dump {0}/a.json --json {0}/../{1}/a.json", "--dump and --json both name"),
+        ("--json {0}/pipe.json", "pipe.json is there and no regular file"),
+        ("--json {0}/" + "a" * 300 + ".json", "cannot be written (File name too long)"),
+        ("--expert-model-parallel-size -2", "--expert-model-parallel-size -2: must be 1 or more"),
+        ("--expert-tensor-parallel-size 0", "--expert-tensor-parallel-size 0: must be 1 or more"),
+        ("--tensor-model-parallel-size 4 --expert-model-parallel-size 3 --expert-tensor-parallel-size 1", "do not fit"),
+    ],
+)
+def test_odd_outputs_and_experts_are_refused(capsys, data, tmp_path, flags, said) -> None:
+    os.mkfifo(tmp_path / "pipe.json")
+    status, out, err = run(capsys, f"{data} {JOB} --batches 1 {flags.format(tmp_path, tmp_path.name)}")
+    assert (status, out) == (2, "") and said in err
+
+
+@pytest.mark.parametrize(("ending", "status"), [(">&-", 2), ("| cat", 0)])
+def test_standard_output_that_is_closed_or_knows_ascii_only(data, ending, status) -> None:
+    command = f"set -o pipefail; {sys.executable} -m megatron_balance.cli pack {data} {JOB} --batches 1 {ending}"
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, env=environment, timeout=120)
+    assert done.returncode == status and "Traceback" not in done.stderr
+    assert ("??" in done.stdout) == (not status) and ("it is closed" in done.stderr) == (status == 2)

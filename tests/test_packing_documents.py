@@ -204,6 +204,8 @@ def test_a_file_of_lengths(tmp_path, name, content):
         ("a.npy", np.array([3.0, np.nan]), "length 1 is nan, not"),
         ("a.npy", np.array([3.0, 2.5]), "length 1 is 2.5, not"),
         ("a.npy", np.array([3, 2**31]), "length 1 is 2147483648, not"),
+        ("a.npy", np.array([3, 2**31], dtype=np.float32), "length 1 is 2147483648.0, not"),
+        ("a.npy", np.array([3, np.inf], dtype=np.float16), "length 1 is inf, not"),
         ("a.npy", np.array([[3, 1]]), r"int64 of shape \[1, 2\]"),
         ("a.npy", np.array(["3"]), "holds <U1 of shape"),
         ("a.npy", np.array([3, None]), "is not a whole .npy file"),
@@ -278,6 +280,13 @@ def test_blends_by_weight_and_by_tokens(tmp_path):
     assert parse_data_path(["a", "b", "c"]) == (["a", "b", "c"], None)
 
 
+@pytest.mark.parametrize("ending", ["csv", "npy", "json"])
+def test_a_pipe_of_lengths_is_not_waited_for(tmp_path, ending):
+    pipe = tmp_path / f"pipe.{ending}"
+    os.mkfifo(pipe)
+    assert refusal(read_documents, pipe) == f"{pipe} cannot be read (it is not a regular file): pass another"
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -288,6 +297,8 @@ def test_blends_by_weight_and_by_tokens(tmp_path):
         ("1 {} nan {}", "the weight of .* is nan: give a number above 0"),
         ("1 {} inf {}", "the weight of .* is inf: give a number above 0"),
         ("1 {} 0 {}", "the weight of .* is 0.0: give a number above 0"),
+        ("1 {} 1e-320 {}", "the weight of .*, 1e-320, is nothing of 1.0, all: leave it out"),
+        ("1e308 {} 1e308 {}", "the weight of .*, 1e.308, is nothing of inf"),
     ],
 )
 def test_a_wrong_blend(prefix, words, said):

@@ -341,6 +341,7 @@ def test_the_key_tells_apart_what_matters():
         ("knots", [], "at least one number"),
         ("knots", [1.0, -1.0], r"knots\[1\] is -1.0"),
         ("alpha", "2", "alpha is '2'"),
+        ("alpha", 1e9, "crc32 is .*, not that of its content"),
         ("by_group", 1, "by_group is 1"),
         ("key", "other", "for which it is looked up"),
         ("more", 1, "unknown more"),

@@ -10,6 +10,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -154,9 +155,7 @@ def _check_files(options: argparse.Namespace) -> None:
     if options.dump and options.json and os.path.realpath(options.dump) == os.path.realpath(options.json):
         raise BalanceError(f"--dump and --json both name {options.dump}: they are two files")
     if options.plot is not None:
-        from megatron_balance.pack_command.picture import check_picture_file
-
-        check_picture_file(options.plot)
+        _check_picture(options.plot)
     for flag, path, begins in (
         ("--json", options.json, b'{\n  "documents"'),
         ("--dump", options.dump, b'{"seq_length"'),
@@ -164,6 +163,13 @@ def _check_files(options: argparse.Namespace) -> None:
     ):
         if path:
             _check_place(flag, Path(path), begins)
+
+
+def _check_picture(path: str) -> None:
+    if not path.endswith(".png"):
+        raise BalanceError(f"--plot {path}: end the name in .png")
+    if find_spec("matplotlib") is None:  # importing it takes longer than a mistake may
+        raise BalanceError("--plot needs matplotlib, which is not installed: pip install 'megatron_balance[timeline]'")
 
 
 def _check_place(flag: str, path: Path, begins: bytes) -> None:

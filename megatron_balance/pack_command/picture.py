@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from megatron_balance.errors import BalanceError
 from megatron_balance.pack_command.text import short
 from megatron_balance.pipeline.show import signed_percent
 
@@ -20,22 +19,6 @@ _DOCUMENTS, _TOKENS = "#f2b880", "#3b7dd8"
 _INK, _FAINT, _BOUND = "#22262e", "#6b7280", "#c0392b"
 _COLOURS = "YlGnBu"
 _LEAST_RANGE = 0.05  # of colours around the mean: what hardly differs looks so
-
-
-def check_picture_file(path: str) -> None:
-    """Refuse what `picture` could not make, before anything is computed.
-
-    Raises:
-        BalanceError: the name does not end in .png, or matplotlib is not installed.
-    """
-    if not path.endswith(".png"):
-        raise BalanceError(f"--plot {path}: end the name in .png")
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError as error:
-        raise BalanceError(
-            "--plot needs matplotlib, which is not installed: pip install 'megatron_balance[timeline]'"
-        ) from error
 
 
 def picture(report: Report, found: Study) -> bytes:

@@ -17,6 +17,8 @@ from megatron_balance.packing.length_files import LONGEST, WHOLE, number_in
 from megatron_balance.packing.megatron_index import REBUILD, MegatronIndex
 from megatron_balance.packing.pieces import DROP, PieceRule
 
+_LEAST_SHARE = 1e-12  # of a blend
+
 
 @dataclass(frozen=True, eq=False)
 class Documents:
@@ -133,6 +135,9 @@ class Blend:
             if not 0 < weight < float("inf"):
                 raise BalanceError(f"the weight of {data_set.name} is {weight}: give a number above 0, or leave it out")
         total = math.fsum(weights)  # Python's own sum of floats is another from 3.12 on
+        for weight, data_set in zip(weights, data_sets, strict=True):
+            if weight / total < _LEAST_SHARE:  # so is all where the total overflows
+                raise BalanceError(f"the weight of {data_set.name}, {weight}, is nothing of {total}, all: leave it out")
         return cls(tuple(data_sets), tuple(float(weight / total) for weight in weights))
 
 

@@ -9,9 +9,11 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -215,7 +217,8 @@ def profile_key(samples: Sequence[np.ndarray], bin_cost: BinCost, rule: PieceRul
 def to_json(profile: Profile, key: str) -> str:
     """The profile as text, under the key of what it was tuned for."""
     values = {"format": FORMAT, "format_version": FORMAT_VERSION, "key": key, **vars(profile)}
-    return json.dumps({**values, "knots": list(profile.knots)}, indent=1) + "\n"
+    values["knots"] = list(profile.knots)
+    return json.dumps({**values, "crc32": _checksum(values)}, indent=1) + "\n"
 
 
 def from_json(content: str, key: str) -> Profile:
@@ -226,13 +229,21 @@ def from_json(content: str, key: str) -> Profile:
     """
     values = parse_object(content)
     check_format(values, FORMAT, FORMAT_VERSION, "a packing profile")
-    check_keys(values, ("format", "format_version", "key", "knots", "alpha", "by_group", "step_over_ideal"))
+    check_keys(values, ("format", "format_version", "key", "knots", "alpha", "by_group", "step_over_ideal", "crc32"))
+    checksum = values.pop("crc32")
     checked(values["key"], "key", values["key"] == key, f"{key[:8]}..., for which it is looked up")
     knots = numbers(values["knots"], "knots")
     checked(knots, "knots", len(knots) > 0, "at least one number")
-    return Profile(
+    profile = Profile(
         knots,
         number(values["alpha"], "alpha"),
         flag(values["by_group"], "by_group"),
         optional(number)(values["step_over_ideal"], "step_over_ideal"),
     )
+    checked(checksum, "crc32", checksum == _checksum(values), "that of its content")
+    return profile
+
+
+def _checksum(values: dict[str, Any]) -> int:
+    """Of a file: one digit that flips would place all documents differently, and nobody would notice."""
+    return zlib.crc32(json.dumps(values).encode())
