@@ -19,7 +19,7 @@ from megatron_balance.packing.cost import FIXED, SHAPES, VARIABLE, BinCost, Sequ
 from megatron_balance.packing.grid import Grid
 from megatron_balance.packing.pieces import PieceRule
 from megatron_balance.packing.placement import FALLBACK, PROFILE, place
-from megatron_balance.packing.profile import Profile, from_json, load_or_tune, profile_key, to_json, tune
+from megatron_balance.packing.profile import Profile, from_json, load_or_tune, profile_key, to_json, tune, tuning_grid
 from megatron_balance.packing.step import StepJudge, micro_batch_s
 from megatron_balance.reading import DamageError
 from megatron_balance.schedule.simulate import Simulator
@@ -352,3 +352,12 @@ def test_damage_of_a_profile_is_named(key, value, said):
     assert from_json(json.dumps(values), "abc") == HUMP
     with pytest.raises(DamageError, match=said):
         from_json(json.dumps({**values, key: value}), "abc")
+
+
+def test_some_ranks_stand_for_thousands_when_a_profile_is_tuned():
+    apart = grid_of(4, 8, data=1024)
+    assert tuning_grid(apart).topology.data_size == 16
+    assert tuning_grid(grid_of(4, 8, data=12)) == grid_of(4, 8, data=12)
+    for group, ranks in ((4, 16), (6, 12), (32, 32)):  # whole groups
+        together = replace(apart, topology=replace(apart.topology, data_size=96 * group), lockstep_size=group)
+        assert tuning_grid(together).topology.data_size == ranks

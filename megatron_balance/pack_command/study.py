@@ -28,7 +28,7 @@ from megatron_balance.packing.documents import Blend, Totals
 from megatron_balance.packing.index import epoch_order
 from megatron_balance.packing.pieces import Pieces
 from megatron_balance.packing.placement import FALLBACK, Placement, place
-from megatron_balance.packing.profile import Profile, load_or_tune, tuning_samples
+from megatron_balance.packing.profile import Profile, load_or_tune, tuning_grid, tuning_samples
 from megatron_balance.packing.step import StepJudge, judge_of, micro_batch_s
 from megatron_balance.packing.stream import Stream
 from megatron_balance.reporting import progress
@@ -149,9 +149,10 @@ def _epoch_labels(request: Request, blend: Blend) -> float | None:
 
 
 def _profile(request: Request, stream: Stream, cache: Path | None) -> Profile:
-    samples = tuning_samples(stream, request.grid.num_bins)
+    grid = tuning_grid(request.grid)
+    samples = tuning_samples(stream, grid.num_bins)
     with progress("tuning the placement", 1.0) as advance:
-        return load_or_tune(cache, samples, request.bin_cost, request.rule, request.grid, advance)
+        return load_or_tune(cache, samples, request.bin_cost, request.rule, grid, advance)
 
 
 def _placed(request: Request, cut: tuple[GlobalBatch, ...], profile: Profile) -> tuple[Placement, ...]:

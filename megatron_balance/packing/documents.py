@@ -134,7 +134,10 @@ class Blend:
         for weight, data_set in zip(weights, data_sets, strict=True):
             if not 0 < weight < float("inf"):
                 raise BalanceError(f"the weight of {data_set.name} is {weight}: give a number above 0, or leave it out")
-        total = math.fsum(weights)  # Python's own sum of floats is another from 3.12 on
+        try:
+            total = math.fsum(weights)  # Python's own sum of floats is another from 3.12 on
+        except OverflowError:
+            total = math.inf
         for weight, data_set in zip(weights, data_sets, strict=True):
             if weight / total < _LEAST_SHARE:  # so is all where the total overflows
                 raise BalanceError(f"the weight of {data_set.name}, {weight}, is nothing of {total}, all: leave it out")

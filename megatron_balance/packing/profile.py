@@ -51,6 +51,7 @@ _ROUNDS = ((4, 90), (2, 150), (1, 340))
 _FIRST_STRIDE, _LAST_STRIDE = 0.6, 0.06  # relative changes
 _FITS_NOT = 1e3  # step over ideal of a batch whose pieces did not fit
 _SEED = 5
+_RANKS = 16  # data-parallel ones that a profile is tuned for, where there are more
 _MOST_SAMPLES, _PIECES = (
     4,
     12_000,
@@ -82,8 +83,20 @@ class Profile:
         return np.repeat(heights, size)[: topology.num_microbatches]
 
 
+def tuning_grid(grid: Grid) -> Grid:
+    """The grid that a profile is tuned for: some data-parallel ranks, whole lockstep groups of them, stand for thousands."""
+    topology, group = grid.topology, grid.lockstep_size
+    ranks = max(group, _RANKS // group * group)
+    if topology.data_size <= ranks:
+        return grid
+    return replace(grid, topology=replace(topology, data_size=ranks))
+
+
 def tuning_samples(stream: Stream, num_bins: int) -> list[np.ndarray]:
-    """Tokens of the pieces of the first global batches, as many as take seconds: what the profile of a job is tuned on.
+    """Tokens of the pieces of the first global batches, as many as take seconds: what a profile is tuned on.
+
+    Args:
+        num_bins: of the ``tuning_grid``.
 
     They follow from the data, the seed and the rule, so that with the same costs `megatron-balance pack` and training find each
     other's profile in the cache.

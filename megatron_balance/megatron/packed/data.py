@@ -38,7 +38,7 @@ from megatron_balance.packing.documents import Blend, Documents, default_cache_f
 from megatron_balance.packing.epoch import Epoch, epoch_pieces
 from megatron_balance.packing.index import epoch_order
 from megatron_balance.packing.pieces import PieceRule
-from megatron_balance.packing.profile import tuning_samples
+from megatron_balance.packing.profile import tuning_grid, tuning_samples
 from megatron_balance.packing.stream import Stream
 from megatron_balance.reporting import global_rank, say, stops_on_error
 
@@ -170,12 +170,12 @@ def placing() -> Placing:
     rule = rule_of(args)
     grid = grid_of(args, args.global_batch_size // (args.micro_batch_size * args.data_parallel_size))
     cost = BinCost(agreed_cost(args, grid), args.seq_length)
-    split = next(split for split in Split if sources_of(split))
+    split, tuned = next(split for split in Split if sources_of(split)), tuning_grid(grid)
 
     def samples() -> list[np.ndarray]:
-        return tuning_samples(stream_of(split), grid.num_bins)
+        return tuning_samples(stream_of(split), tuned.num_bins)
 
-    return Placing(grid, rule, cost, agreed_profile(samples, cost, rule, grid, cache_folder(args)))
+    return Placing(grid, rule, cost, agreed_profile(samples, cost, rule, tuned, cache_folder(args)))
 
 
 @cache
