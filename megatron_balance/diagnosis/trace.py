@@ -1,0 +1,90 @@
+"""The operations of a job's recorded steps, in memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_balance.topology import Topology
+
+FORWARD, BACKWARD = "forward-compute", "backward-compute"
+TRANSFERS = ("forward-send", "forward-recv", "backward-send", "backward-recv")
+# What data parallelism and the optimizer do once a step, in the names of the published traces.
+ONCE = (
+    "params-all-gather",
+    "grads-reduce-scatter",
+    "layernorm-grads-all-reduce",
+    "embedding-grads-all-reduce",
+    "optimizer-clip-main-grad",
+    "optimizer",
+    "gc",
+)
+OPERATIONS = (FORWARD, BACKWARD, *TRANSFERS, *ONCE)
+COMBINED = "forward-backward-compute"  # ours: a forward and a backward pass that run as one (MoE overlap)
+
+
+@dataclass(frozen=True)
+class Job:
+    """The job that was recorded.
+
+    Attributes:
+        name: as its owner calls it; any text, never to be trusted as markup.
+        topology: PP, V, M, DP and more. The workers of a trace are its (data-parallel rank, pipeline rank) pairs.
+        world_size: GPUs of the job, for the waste in GPU-hours.
+    """
+
+    name: str
+    topology: Topology
+    world_size: int
+
+
+@dataclass(frozen=True, eq=False)
+class Sequences:
+    """What the micro-batches hold, where the recorder wrote it. Arrays of shape [steps, M, DP].
+
+    Attributes:
+        tokens: real tokens.
+        longest: tokens of the longest sequence.
+        squares: sum of the squares of the sequences' tokens.
+    """
+
+    tokens: np.ndarray
+    longest: np.ndarray
+    squares: np.ndarray
+
+
+@dataclass(frozen=True, eq=False)
+class Trace:
+    """Operations of all ranks, one array element each.
+
+    Attributes:
+        job: sizes of the job.
+        kind: number in ``kinds``, int16.
+        kinds: names of the operations.
+        step: number of the training step, int64.
+        dp_rank, pp_rank: the worker, int32.
+        chunk: model chunk of the rank (VPP), -1 where the operation belongs to none, int16.
+        microbatch: of the step and data-parallel rank, -1 where the operation belongs to none, int32.
+        start_s, end_s: seconds on the clock all ranks share; the published traces begin anew with each step. float64.
+        sequences: None where the trace does not tell.
+        problems: what is missing or odd, a line each; what is said of the job is then partial.
+    """
+
+    job: Job
+    kind: np.ndarray
+    kinds: tuple[str, ...]
+    step: np.ndarray
+    dp_rank: np.ndarray
+    pp_rank: np.ndarray
+    chunk: np.ndarray
+    microbatch: np.ndarray
+    start_s: np.ndarray
+    end_s: np.ndarray
+    sequences: Sequences | None = None
+    problems: tuple[str, ...] = ()
+
+    @property
+    def steps(self) -> np.ndarray:
+        """Numbers of the recorded steps, ascending."""
+        return np.unique(self.step)
