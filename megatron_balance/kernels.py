@@ -680,6 +680,7 @@ def packed_steps(program, ranks, micro_batch_s):
 
 
 _TRIES = 100  # exchanges looked at for each one that is simulated
+_PATIENCE = 30  # exchanges looked at for each piece since the last that made a step shorter: little is left to gain then
 _MOST_BACK = 3  # pieces that one is exchanged for
 
 
@@ -747,11 +748,13 @@ def improve_placement(program, ranks, shape, bins, room, seconds, empty_s, capac
     out, back = np.empty(_MOST_BACK, dtype=np.int64), np.empty(_MOST_BACK, dtype=np.int64)
     moved, before = np.empty(2), np.empty((2, 2))
     worst, judged, state = np.argmax(steps), 0, np.uint64(seed)
+    patience, idle = _PATIENCE * bins.size, 0
     # A hundred exchanges are looked at for each that is simulated. In functions of their own, which would be handed all this in
     # tuples of arrays, the parts of this loop took five times as long, inlined or not.
     for _ in range(_TRIES * evaluations):
-        if judged >= evaluations:
+        if judged >= evaluations or idle == patience:
             break
+        idle += 1
         state, group, other = _pick_groups(state, worst, steps.size)
         state, k = _pick_pass(state, pull[group], True)
         state, other_k = _pick_pass(state, pull[other], False)
@@ -806,7 +809,7 @@ def improve_placement(program, ranks, shape, bins, room, seconds, empty_s, capac
                 shortens = other_step < allowed
                 judged += 1
         if shortens:
-            steps[group], steps[other] = step, other_step
+            steps[group], steps[other], idle = step, other_step, 0
             worst = np.argmax(steps)
             _pull_of_passes(program, end, pull[group])
             if group != other:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import math
 import sys
 import warnings
 from collections.abc import Callable, Sequence
@@ -17,7 +18,8 @@ from megatron_balance.topology import Topology
 
 OBSERVED = Path(__file__).with_name("packed_observed.py")
 STOCK, PACKED = "stock", "packed"
-FILES, DEFINITIONS = "files", "definitions"
+FILES, DEFINITIONS, MIXED = "files", "definitions", "mixed"
+_LONG = 60_000  # bytes of a file, about 20,000 tokens
 # One more pair of steps than counts, at either end: the first allocates, and beside the last the other job is ending.
 WARMUP = 1
 
@@ -33,7 +35,8 @@ class Case:
 
     Attributes:
         name: for the table.
-        documents: `FILES`, a source file each, or `DEFINITIONS`, a function or class of a file's top level each.
+        documents: `FILES`, a source file each; `DEFINITIONS`, a function or class of a file's top level each; `MIXED`, long files
+            whole, of others the functions and classes: as where books are trained on beside short texts.
         sequence: tokens of a bin.
         pipeline, data: PP and DP.
         microbatches: of a step.
@@ -146,8 +149,13 @@ def environment(paths: Sequence[Path]) -> dict[str, str]:
 def corpus(case: Case, tokens: int, out: Path, progress: Callable[[str], None]) -> Corpus:
     """The standard library's source text, at least ``tokens`` tokens where it has them, in documents as ``case`` wants them."""
     documents = read_documents(standard_library(), tokens * 4)
-    if case.documents == DEFINITIONS:
-        documents = [part for document in documents for part in _definitions(document)]
+    if case.documents != FILES:
+        longest = _LONG if case.documents == MIXED else math.inf
+        documents = [
+            part
+            for document in documents
+            for part in ([document] if len(document.text) >= longest else _definitions(document))
+        ]
     return build_corpus(documents, case.vocabulary, out, progress)[0]
 
 

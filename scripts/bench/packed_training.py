@@ -6,8 +6,8 @@
 2. Gain: stock inter-document masking and packing train on the same corpus in turns, a step each; labels learned a second, and
    beside it what the simulator says of the same batches on costs measured on this machine.
 
-The documents are the source files of Python's standard library, or the functions and classes in them. Two cores are needed,
-and a quiet machine: about 20 minutes. Exits with 1 if a target is missed.
+The documents are the source files of Python's standard library, the functions and classes in them, or both: the long files
+and the functions of the others. Two cores are needed, and a quiet machine: about 40 minutes. Exits with 1 if a target is missed.
 
     python scripts/bench/packed_training.py [--quick] [--only TEXT] [--markdown] [--script PRETRAIN_GPT] [--out FOLDER]
 """
@@ -28,7 +28,7 @@ for path in map(str, PATHS):  # run from a checkout that is not installed
         sys.path.insert(0, path)
 
 from packed_figures import Gain, Median, Overhead, Predictor, read_side  # noqa: E402
-from packed_jobs import DEFINITIONS, FILES, PACKED, STOCK, Case, Launcher, corpus, environment  # noqa: E402
+from packed_jobs import DEFINITIONS, FILES, MIXED, PACKED, STOCK, Case, Launcher, corpus, environment  # noqa: E402
 from quickstart.launch import LaunchFailed  # noqa: E402
 from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
@@ -37,6 +37,8 @@ from megatron_balance.megatron.measuring.launch import MeasurementFailed, measur
 
 OVERHEAD = Case("one rank", DEFINITIONS, 2048, pipeline=1, data=1, microbatches=2, pairs=200)
 GAINS = (
+    Case("mixed, PP2", MIXED, 8192, pipeline=2, data=1, microbatches=8, pairs=30),
+    Case("mixed, DP2", MIXED, 8192, pipeline=1, data=2, microbatches=4, pairs=30),
     Case("functions, PP2", DEFINITIONS, 4096, pipeline=2, data=1, microbatches=16, pairs=20),
     Case("functions, DP2", DEFINITIONS, 4096, pipeline=1, data=2, microbatches=4, pairs=40),
     Case("files, PP2", FILES, 1024, pipeline=2, data=1, microbatches=8, pairs=40),
