@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Train a small GPT with the uniform and with the balanced pipeline split, and compare them. See --help.
+# Train a small GPT as stock Megatron does and with our flags, and compare them. See --help.
 set -euo pipefail
 
 usage() {
@@ -8,9 +8,10 @@ usage: bash scripts/quickstart.sh [--quick] [--out FOLDER]
 
 Trains a small GPT with a large vocabulary on two pipeline stages with real Megatron-LM: once with Megatron's uniform
 split of the layers, once with `--balanced-pipeline`, several times in turn, all from the same weights and on the same
-data. Needs nothing but Python 3.12 or newer and two CPU cores; uses two GPUs where there are some.
+data; then another on documents of very different lengths, chopped as Megatron does and with `--varlen-packing`, in turns.
+Needs nothing but Python 3.12 or newer and two CPU cores; uses two GPUs where there are some.
 
-  --quick       fewer steps: about 2 minutes instead of 3 to 5 (on two CPU cores, once the packages are installed)
+  --quick       fewer steps: about 3 minutes instead of 5 to 8 (on two CPU cores, once the packages are installed)
   --out FOLDER  where results go (default: quickstart-out in the repository)
   -h, --help    this text
 
@@ -23,13 +24,17 @@ What it does:
   5. starts training with --balanced-pipeline on two more, which measures what layers and head cost here, plans, and
      predicts the step times of both splits; then both train in turns, a step each
   6. compares step times, with each other and with the prediction, and losses
+  7. trains on long source files and short functions, chopped and packed in turns, a step each, and compares the tokens
+     learned a second with what the simulator says of the same batches on costs measured here
 
 What it leaves in the folder:
-  summary.json   splits, predicted and measured step times and speed-up, largest relative loss difference, every round
+  summary.json   splits, predicted and measured step times and speed-up, largest relative loss difference, every round; the same
+                 of packing
   timelines.png  both pipelines during one typical step
   plan.json      the balanced plan, as --balanced-pipeline-plan wrote it
   costs/         the measured costs that it stands on
   logs/          the command and full output of every launch
+  packed/        the same of step 7, and what each rank was fed
 
 Exit status: 0 when it ran and the losses agree; 1 when a launch failed or the losses differ; 2 for a wrong argument.
 

@@ -27,13 +27,14 @@ for path in map(str, PATHS):  # run from a checkout that is not installed
     if path not in sys.path:
         sys.path.insert(0, path)
 
-from packed_figures import Gain, Median, Overhead, Predictor, read_side  # noqa: E402
-from packed_jobs import DEFINITIONS, FILES, MIXED, PACKED, STOCK, Case, Launcher, corpus, environment  # noqa: E402
 from quickstart.launch import LaunchFailed  # noqa: E402
+from quickstart.packed.comparison import ROWS, column, compare  # noqa: E402
+from quickstart.packed.figures import Gain, Overhead  # noqa: E402
+from quickstart.packed.jobs import DEFINITIONS, FILES, MIXED, Case, Launcher, corpus, environment  # noqa: E402
 from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
 
-from megatron_balance.megatron.measuring.launch import MeasurementFailed, measure  # noqa: E402
+from megatron_balance.megatron.measuring.launch import MeasurementFailed  # noqa: E402
 
 OVERHEAD = Case("one rank", DEFINITIONS, 2048, pipeline=1, data=1, microbatches=2, pairs=200)
 GAINS = (
@@ -50,21 +51,6 @@ STEP = 1.01
 PREDICTION = 0.10
 LOSS = 2e-6
 CORPUS_TOKENS = 1_600_000
-
-ROWS = (
-    "model, vocabulary",
-    "a step",
-    "step over one without waiting, simulated: stock, packed",
-    "places of the bins that hold a label, packed",
-    "work a label, packed over stock, simulated",
-    "the loader's share of the step: stock, packed",
-    "seconds a step: stock, packed (medians)",
-    "labels a second, packed over stock: predicted",
-    "measured (median of pairs of steps)",
-    "95 % (pairs)",
-    "prediction off by",
-    "in all steps together: predicted, measured",
-)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -87,7 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             f"{overhead.steps} batches, {overhead.step_s:.2f} s a step; losses differ by {overhead.loss_difference:.0e} at most\n"
         )
     if gains:
-        columns = [_gain_column(gain) for gain in gains]
+        columns = [column(gain) for gain in gains]
         missed += sum(abs(gain.off) > PREDICTION for gain in gains)
         _show(("", *(case.name for case in chosen)), list(zip(ROWS, *columns, strict=True)), options.markdown)
     console.print(f"{missed} targets missed" if missed else "all targets reached")
@@ -131,18 +117,12 @@ def _overhead(case: Case, options: argparse.Namespace, console: Console) -> Over
 def _gain(case: Case, options: argparse.Namespace, console: Console) -> Gain:
     launcher = _launcher(case, options)
     with console.status(case.name, refresh_per_second=1) as status:
-        data = corpus(case, CORPUS_TOKENS, options.out.resolve(), status.update)
-        status.update(f"{case.name}: measuring costs")
-        flags = case.flags(PACKED)
-        table = measure(options.script, flags, "cpu", case.data)
-        launcher.compare(data.prefix, _order(case.steps), lambda text: status.update(f"{case.name}: {text}"))
-    predictor = Predictor.of(case, table, flags)
-    return Gain(case, *(read_side(launcher.seen / side, case, predictor) for side in (STOCK, PACKED)))
 
+        def progress(text: str) -> None:
+            status.update(f"{case.name}: {text}")
 
-def _order(steps: int) -> list[str]:
-    """Stock, packed, packed, stock, ...: a machine that gets slower or faster steadily favours neither."""
-    return [side for pair in range(steps) for side in ((STOCK, PACKED), (PACKED, STOCK))[pair % 2]]
+        data = corpus(case, CORPUS_TOKENS, options.out.resolve(), progress)
+        return compare(launcher, data.prefix, progress)
 
 
 def _overhead_rows(overhead: Overhead) -> list[tuple[str, ...]]:
@@ -150,41 +130,14 @@ def _overhead_rows(overhead: Overhead) -> list[tuple[str, ...]]:
     return [
         ("the loader's next(), share of the step", f"below {LOADER_SHARE:.0%}", f"{share.value:.2%}",
          f"{share.low:.2%} to {share.high:.2%}"),
-        ("our step over Megatron's", f"below {STEP:.2f}", f"{step.value:.4f}", _interval(step, 4)),
-        ("our loader and step over its step alone", "", f"{whole.value:.4f}", _interval(whole, 4)),
+        ("our step over Megatron's", f"below {STEP:.2f}", f"{step.value:.4f}", step.interval(4)),
+        ("our loader and step over its step alone", "", f"{whole.value:.4f}", whole.interval(4)),
     ]  # fmt: skip
 
 
 def _missed_by(overhead: Overhead) -> int:
     reached = (overhead.loader_share.value < LOADER_SHARE, overhead.step.value < STEP, overhead.loss_difference <= LOSS)
     return reached.count(False)
-
-
-def _gain_column(gain: Gain) -> tuple[str, ...]:
-    """Cells beside ``ROWS``."""
-    case, stock, packed = gain.case, gain.stock, gain.packed
-    return (
-        f"{case.layers} layers of {case.hidden}, {case.vocabulary} tokens",
-        f"{case.data * case.microbatches} bins of {case.sequence}",
-        f"{stock.waiting:.3f}, {packed.waiting:.3f}",
-        f"{gain.fill:.1%}",
-        f"{gain.work:.3f}",
-        f"{stock.loader_share:.2%}, {packed.loader_share:.2%}",
-        f"{_seconds(stock.step_s)}, {_seconds(packed.step_s)}",
-        f"{gain.predicted:.3f}",
-        f"{gain.measured.value:.3f}",
-        f"{_interval(gain.measured, 3)} ({case.pairs})",
-        f"{gain.off:+.1%}",
-        f"{gain.predicted_in_all:.3f}, {gain.measured_in_all:.3f}",
-    )
-
-
-def _seconds(values) -> str:
-    return f"{Median.of(values).value:.2f}"
-
-
-def _interval(figure: Median, digits: int) -> str:
-    return f"{figure.low:.{digits}f} to {figure.high:.{digits}f}"
 
 
 def _show(headings: Sequence[str], rows: Sequence[Sequence[str]], markdown: bool) -> None:

@@ -12,16 +12,18 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from rich.console import Console
 
 from megatron_balance.files import write_atomically
+from megatron_balance.megatron.measuring.launch import MeasurementFailed
 from megatron_balance.pipeline.plan import Plan, load_plan
 from quickstart.corpus import Corpus, build_corpus, read_documents, standard_library
-from quickstart.launch import Job, LaunchFailed, Size
+from quickstart.launch import ENVIRONMENT, Job, LaunchFailed, Size
 from quickstart.observations import read_run
+from quickstart.packed import comparison, jobs
 from quickstart.picture import draw
 from quickstart.report import (
     BALANCED,
@@ -57,6 +59,11 @@ CPU = Size(
 # GPUs need wider layers and more tokens before arithmetic, not launching kernels, takes the time.
 GPU = replace(CPU, hidden=1024, heads=16, sequence=1024, micro_batch=4, microbatches=16, warmup=5, pairs=50)
 
+# Source files of 20,000 tokens and more, and functions: what packing gains depends on the lengths, so these are real ones.
+PACKED_CPU = jobs.Case("packed", jobs.MIXED, 8192, pipeline=2, data=1, microbatches=8, pairs=12)
+PACKED_GPU = replace(PACKED_CPU, layers=11, hidden=1024, heads=16, pairs=30)
+PACKED_TOKENS = 800_000
+
 console = Console()
 
 
@@ -75,7 +82,7 @@ def main() -> int:
     try:
         with _alone_in(out):
             return _compare(out, options.quick)
-    except LaunchFailed as failure:
+    except (LaunchFailed, MeasurementFailed) as failure:
         console.print(str(failure), markup=False, highlight=False, soft_wrap=True)
         return 1
     except KeyboardInterrupt:
@@ -120,11 +127,14 @@ def _compare(out: Path, quick: bool) -> int:
         job.start("start", progress)
     rounds = _rounds(job)
     summary = summarize(rounds, size.warmup, load_plan(job.plan), device)
-    write_atomically(out / "summary.json", json.dumps(summary.to_json(), indent=2) + "\n")
     measured = counted(rounds, size.warmup)
     uniform, balanced = ([one for one in measured if one.split == split] for split in (UNIFORM, BALANCED))
     draw(summary, typical_step(uniform), typical_step(balanced), out / "timelines.png")
     console.print("", table(summary), "")
+    packed = _packed_round(out, device, quick)
+    console.print("", comparison.table(packed), "")
+    results = {**summary.to_json(), "packing": asdict(packed)}
+    write_atomically(out / "summary.json", json.dumps(results, indent=2) + "\n")
     for name in ("timelines.png", "summary.json", "plan.json", "logs"):
         console.print(f"{out / name}", highlight=False, soft_wrap=True)
     console.print(f"all in {time.monotonic() - began:.0f} s")
@@ -139,7 +149,7 @@ def _device() -> str:
 
 def _clear(out: Path) -> None:
     """Remove what an earlier, perhaps interrupted, run left, except corpora."""
-    for name in ("start", "observations", "data-cache", "costs", "logs"):
+    for name in ("start", "observations", "data-cache", "costs", "logs", "packed"):
         shutil.rmtree(out / name, ignore_errors=True)
     for name in ("plan.json", "summary.json", "timelines.png"):
         (out / name).unlink(missing_ok=True)
@@ -177,6 +187,18 @@ def _rounds(job: Job) -> list[Round]:
     return [Round(split, runs[split][0], next(steps[split])) for split in order]
 
 
+def _packed_round(out: Path, device: str, quick: bool) -> comparison.Summary:
+    """Documents of very different lengths, chopped as stock Megatron does and packed, in turns."""
+    case = PACKED_GPU if device == "cuda" else PACKED_CPU
+    case = replace(case, pairs=case.pairs // 4) if quick else case
+    folder = out / "packed"
+    folder.mkdir()
+    with _stage("chopped and packed documents in turns, a step each") as progress:
+        data = jobs.corpus(case, PACKED_TOKENS, out, progress)
+        gain = comparison.compare(jobs.Launcher(case, folder, device=device), data.prefix, progress)
+    return comparison.Summary.of(gain)
+
+
 def _say_prediction(plan: Plan) -> None:
     console.print(
         f"     predicted on {plan.costs_source}: uniform {plan.uniform_step_s:.2f} s a step, {layers_text(plan.layers)} layers"
@@ -202,4 +224,5 @@ def _verdict(summary: Summary) -> int:
 
 if __name__ == "__main__":
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
+    os.environ.update(ENVIRONMENT)
     sys.exit(main())

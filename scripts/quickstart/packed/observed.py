@@ -1,4 +1,4 @@
-"""The target of `torchrun` in ``packed_training.py``: `packed_observed.py FOLDER HOW... -- <arguments of megatron_balance.run>`.
+"""The target of `torchrun` for both sides: `observed.py FOLDER HOW... -- <arguments of megatron_balance.run>`.
 
 HOW is ``--turns JOB TURN,TURN...``: trains a step when the turn is its JOB's; or ``--both``: trains every batch twice, with our
 forward step and with the training script's own. Each rank writes what it saw to FOLDER/batches-<r>.json, and in turns also what
@@ -17,10 +17,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from megatron_balance.processes import die_with_parent
 from quickstart.observed import pin
 from quickstart.turns import Turns
-
-from megatron_balance.processes import die_with_parent
 
 _TRAINING = "megatron.training.training"
 _PURPOSE = "comparing packed training"

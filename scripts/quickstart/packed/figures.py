@@ -1,4 +1,4 @@
-"""The figures of ``packed_training.py``: from what the ranks saw, and from the simulator."""
+"""The figures of a comparison: from what the ranks saw, and from the simulator."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from packed_jobs import WARMUP, Case
-from quickstart.observations import read_run
 
 from megatron_balance.costs.table import CostTable
 from megatron_balance.packing.cost import BinCost, SequenceCost
 from megatron_balance.packing.grid import Grid
 from megatron_balance.packing.step import judge_of, micro_batch_s
 from megatron_balance.planning.job import read_job
+from quickstart.observations import read_run
+from quickstart.packed.jobs import WARMUP, Case
 
 _RESAMPLES = 4000
 
@@ -34,6 +34,9 @@ class Median:
         drawn = np.random.default_rng(0).choice(values, (_RESAMPLES, values.size))
         low, high = np.percentile(np.median(drawn, axis=1), (2.5, 97.5))
         return cls(float(np.median(values)), float(low), float(high))
+
+    def interval(self, digits: int) -> str:
+        return f"{self.low:.{digits}f} to {self.high:.{digits}f}"
 
 
 @dataclass(frozen=True)

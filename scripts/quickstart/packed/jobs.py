@@ -1,4 +1,4 @@
-"""The jobs that ``packed_training.py`` compares: their documents, their command lines, and starting them."""
+"""The jobs that are compared: their documents, their command lines, and starting them."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from megatron_balance.topology import Topology
 from quickstart.corpus import Corpus, Document, build_corpus, read_documents, standard_library
 from quickstart.launch import ENVIRONMENT, run
 from quickstart.turns import Turns
-
-from megatron_balance.topology import Topology
 
 OBSERVED = Path(__file__).with_name("packed_observed.py")
 STOCK, PACKED = "stock", "packed"
@@ -96,6 +95,7 @@ class Launcher:
     case: Case
     out: Path
     script: str | None = None
+    device: str = "cpu"
 
     @property
     def seen(self) -> Path:
@@ -138,7 +138,7 @@ class Launcher:
         torchrun = [sys.executable, "-m", "quickstart.torchrun", "--standalone", "--local-addr", "127.0.0.1"]
         torchrun += ["--monitor-interval", "2", "--nproc-per-node", str(self.case.processes)]
         script = [self.script] if self.script else []
-        return [*torchrun, str(OBSERVED), str(folder), *how, "--", "--device", "cpu", *script, *flags]
+        return [*torchrun, str(OBSERVED), str(folder), *how, "--", "--device", self.device, *script, *flags]
 
 
 def environment(paths: Sequence[Path]) -> dict[str, str]:

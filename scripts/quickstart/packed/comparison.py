@@ -1,0 +1,127 @@
+"""Stock inter-document masking against packing: trained in turns, shown beside what the simulator says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.table import Table
+
+from megatron_balance.megatron.measuring.launch import measure
+from quickstart.packed.figures import Gain, Median, Predictor, read_side
+from quickstart.packed.jobs import PACKED, STOCK, Launcher
+
+ROWS = (
+    "model, vocabulary",
+    "a step",
+    "step over one without waiting, simulated: stock, packed",
+    "places of the bins that hold a label, packed",
+    "work a label, packed over stock, simulated",
+    "the loader's share of the step: stock, packed",
+    "seconds a step: stock, packed (medians)",
+    "labels a second, packed over stock: predicted",
+    "measured (median of pairs of steps)",
+    "95 % (pairs)",
+    "prediction off by",
+    "in all steps together: predicted, measured",
+)
+
+
+def compare(launcher: Launcher, data: Path, progress: Callable[[str], None]) -> Gain:
+    """Measure costs, then train both sides on ``data``, the prefix of an indexed dataset.
+
+    Raises:
+        LaunchFailed, MeasurementFailed: a job, or the measurement, ended with an error.
+    """
+    case = launcher.case
+    progress("measuring costs")
+    flags = case.flags(PACKED)
+    table = measure(launcher.script, flags, launcher.device, case.data)
+    launcher.compare(data, order_of_turns(case.steps), progress)
+    predictor = Predictor.of(case, table, flags)
+    return Gain(case, *(read_side(launcher.seen / side, case, predictor) for side in (STOCK, PACKED)))
+
+
+def order_of_turns(steps: int) -> list[str]:
+    """Stock, packed, packed, stock, ...: a machine that gets slower or faster steadily favours neither."""
+    return [side for pair in range(steps) for side in ((STOCK, PACKED), (PACKED, STOCK))[pair % 2]]
+
+
+def column(gain: Gain) -> tuple[str, ...]:
+    """Cells beside ``ROWS``."""
+    case, stock, packed = gain.case, gain.stock, gain.packed
+    return (
+        f"{case.layers} layers of {case.hidden}, {case.vocabulary} tokens",
+        f"{case.data * case.microbatches} bins of {case.sequence}",
+        f"{stock.waiting:.3f}, {packed.waiting:.3f}",
+        f"{gain.fill:.1%}",
+        f"{gain.work:.3f}",
+        f"{stock.loader_share:.2%}, {packed.loader_share:.2%}",
+        f"{_seconds(stock.step_s)}, {_seconds(packed.step_s)}",
+        f"{gain.predicted:.3f}",
+        f"{gain.measured.value:.3f}",
+        f"{gain.measured.interval(3)} ({case.pairs})",
+        f"{gain.off:+.1%}",
+        f"{gain.predicted_in_all:.3f}, {gain.measured_in_all:.3f}",
+    )
+
+
+def _seconds(values: Sequence[float]) -> str:
+    return f"{Median.of(values).value:.2f}"
+
+
+@dataclass(frozen=True)
+class Summary:
+    """The quickstart's packed round; ``summary.json`` holds these fields. Speed-ups are of labels learned a second.
+
+    Attributes:
+        stock_step_s, packed_step_s: medians.
+        stock_waiting, packed_waiting: simulated steps over steps in which no rank ever waits.
+        predicted_speedup, measured_speedup: medians of pairs of neighbouring steps.
+        prediction_over_measured: the one over the other.
+        pairs: that count.
+    """
+
+    stock_step_s: float
+    packed_step_s: float
+    stock_waiting: float
+    packed_waiting: float
+    predicted_speedup: float
+    measured_speedup: float
+    prediction_over_measured: float
+    pairs: int
+
+    @classmethod
+    def of(cls, gain: Gain) -> Summary:
+        stock_s, packed_s = (Median.of(side.step_s).value for side in (gain.stock, gain.packed))
+        return cls(
+            stock_s,
+            packed_s,
+            gain.stock.waiting,
+            gain.packed.waiting,
+            gain.predicted,
+            gain.measured.value,
+            gain.predicted / gain.measured.value,
+            gain.case.pairs,
+        )
+
+
+def table(summary: Summary) -> Table:
+    """The result for a person."""
+    result = Table(title="Long and short documents, on two pipeline stages", title_style="bold", title_justify="left")
+    result.add_column("")
+    result.add_column("chopped (stock)", justify="right")
+    result.add_column("packed", justify="right", style="green")
+    waiting = (summary.stock_waiting, summary.packed_waiting)
+    result.add_row("step over one in which no stage waits, simulated", *(f"{one:.2f}" for one in waiting))
+    result.add_row("step time, measured (median)", f"{summary.stock_step_s:.3f} s", f"{summary.packed_step_s:.3f} s")
+    result.add_section()
+    result.add_row("tokens learned a second, predicted", "1", f"{summary.predicted_speedup:.3f}")
+    result.add_row(
+        f"tokens learned a second, measured (median of {summary.pairs} pairs)",
+        "1",
+        f"[bold]{summary.measured_speedup:.3f}[/bold]",
+    )
+    result.add_row("  prediction over measurement", "", f"{summary.prediction_over_measured:.3f}")
+    return result
