@@ -15,7 +15,7 @@ from quickstart.corpus import Corpus, Document, build_corpus, read_documents, st
 from quickstart.launch import ENVIRONMENT, run
 from quickstart.turns import Turns
 
-OBSERVED = Path(__file__).with_name("packed_observed.py")
+OBSERVED = Path(__file__).with_name("observed.py")
 STOCK, PACKED = "stock", "packed"
 FILES, DEFINITIONS, MIXED = "files", "definitions", "mixed"
 _LONG = 60_000  # bytes of a file, about 20,000 tokens
