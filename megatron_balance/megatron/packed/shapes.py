@@ -199,23 +199,30 @@ def _announcements(model: Any, feeds: list[Feed], num_microbatches: int) -> list
     # Of the one config that schedules read it from: Megatron's check of it, made for MoE, also fails dense models.
     config.variable_seq_lengths = True
     share = config.context_parallel_size * (config.tensor_model_parallel_size if config.sequence_parallel else 1)
-    table = _schedule(config, num_microbatches, len(feeds))
-    every, inner = [k for k, _ in table], [k for k, chunk in table if chunk < len(feeds) - 1]
+    group = config.microbatch_group_size_per_vp_stage if len(feeds) > 1 else num_microbatches
+    forward, backward = received(num_microbatches, len(feeds), group, rank, ranks)
     # Chunks of a rank share their micro-batches, and the first runs each before another does.
-    forward, backward = every if rank > 0 else inner, every if rank < ranks - 1 else inner
     return [Announced(feeds[0], forward, backward, share, (1, config.hidden_size))]
 
 
-def _schedule(config: Any, num_microbatches: int, chunks: int) -> list[tuple[int, int]]:
-    """Micro-batch and chunk of a rank's forward passes in their order; backward the chunks are mirrored.
+def received(num_microbatches: int, chunks: int, group: int, rank: int, ranks: int) -> tuple[list[int], list[int]]:
+    """The micro-batches whose activations, and those whose gradients, come to a rank, in their order.
 
-    From the first rank to the last and back to the first one's next chunk all ranks keep this order: what one receives is what
-    the one before it ran. Nothing comes to the first rank's first chunk, nor, backward, to the last rank's last.
+    All ranks run the same table of micro-batches and chunks, backward with the chunks mirrored, and what the last rank sends on
+    to the first one's next chunk keeps that order. Nothing comes to the first rank's first chunk, nor back to the last rank's last.
+
+    Args:
+        num_microbatches: of a run.
+        chunks: virtual stages of a rank.
+        group: micro-batches in a row of one chunk (Megatron's ``microbatch_group_size_per_vp_stage``).
+        rank: in the pipeline.
+        ranks: of the pipeline.
     """
     from megatron.core.pipeline_parallel.schedules import get_schedule_table
 
-    group = config.microbatch_group_size_per_vp_stage if chunks > 1 else num_microbatches
-    return get_schedule_table(num_microbatches, chunks, group)
+    table = get_schedule_table(num_microbatches, chunks, group)
+    every, on_to_a_chunk = [k for k, _ in table], [k for k, chunk in table if chunk < chunks - 1]
+    return every if rank > 0 else on_to_a_chunk, every if rank < ranks - 1 else on_to_a_chunk
 
 
 def _answers(_communicate_shapes: Function) -> Function:
