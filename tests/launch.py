@@ -31,11 +31,13 @@ class Run:
         status: exit status of torchrun (or of the single process).
         output: standard output and error of all processes, mixed.
         ranks: what the observer wrote, by rank; empty where no step ran.
+        folder: of the launch; observations are in its ``seen``.
     """
 
     status: int
     output: str
     ranks: dict[int, dict]
+    folder: Path
 
     @property
     def losses(self) -> list[float]:
@@ -88,7 +90,7 @@ def launch(
     ranks = {
         seen_by["rank"]: seen_by for path in seen.glob("rank-*.json") for seen_by in [json.loads(path.read_text())]
     }
-    return Run(process.returncode, output, ranks)
+    return Run(process.returncode, output, ranks, folder)
 
 
 def dry_run(folder: Path, arguments: list[str], world_size: int = 2, **options) -> Run:

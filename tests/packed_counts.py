@@ -42,6 +42,7 @@ for model in models:
     args.padded_vocab_size, args.kv_channels = 512, args.kv_channels or 16
     args.ffn_hidden_size = args.ffn_hidden_size or 256
     squares = float((window.batch.pieces.tokens.astype(float) ** 2).sum())
-    by_bounds = own(args, BINS, seqlen_squared_sum_in_batch=squares, total_real_tokens_in_batch=float(BINS * SEQUENCE))
+    computed = float(window.batch.pieces.tokens.sum() if args.varlen_packing else BINS * SEQUENCE)
+    by_bounds = own(args, BINS, seqlen_squared_sum_in_batch=squares, total_real_tokens_in_batch=computed)
     counts.append([count(args, BINS), by_bounds, own(args, BINS)])
 print(json.dumps(counts))

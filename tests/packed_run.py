@@ -1,9 +1,11 @@
 """As `observed_run.py`, and writes what each rank's last stage was fed: FOLDER, then the arguments of `megatron_balance.run`.
 
 ``fed-<rank>.jsonl`` gets a line for each micro-batch of a training step: the samples consumed before it, and of each sequence
-with labels that count the inputs and these labels. A line is complete before the step ends.
+with labels that count the inputs and these labels. A line is complete before the step ends. ``sent-<rank>.json`` says at the end
+how often the shape of a tensor was sent, how many tensors were, and of what lengths micro-batches were.
 """
 
+import atexit
 import json
 import sys
 from itertools import compress
@@ -23,6 +25,7 @@ def ready() -> None:
 
     observe(folder)
     Path(folder).mkdir(parents=True, exist_ok=True)
+    sent, lengths = count_messages(Path(folder)), set()
     next_batch, file = step.next_batch, (Path(folder) / f"fed-{global_rank()}.jsonl").open("w")
 
     def seen(*args, **kwargs):
@@ -30,6 +33,8 @@ def ready() -> None:
         from megatron.training import get_args
 
         batch = next_batch(*args, **kwargs)
+        lengths.add(batch.positions.numel())
+        sent["lengths"] = sorted(lengths)
         last = mpu.is_pipeline_last_stage(ignore_virtual=True) and batch.labels is not None
         if last and torch.is_grad_enabled() and mpu.get_tensor_model_parallel_rank() == 0:
             lines = zip(
@@ -49,6 +54,27 @@ def ready() -> None:
         return batch
 
     step.next_batch = seen
+
+
+def count_messages(folder: Path) -> dict[str, object]:
+    """Count what stock Megatron sends, shapes and tensors apart; written when the process ends."""
+    from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+
+    from megatron_balance.reporting import global_rank
+
+    counts = {"shapes": 0, "tensors": 0}
+
+    def counted(kind, function):
+        def count(*args, **kwargs):
+            counts[kind] += 1
+            return function(*args, **kwargs)
+
+        return count
+
+    P2PCommunicator._communicate_shapes = counted("shapes", P2PCommunicator._communicate_shapes)
+    P2PCommunicator._communicate = counted("tensors", P2PCommunicator._communicate)
+    atexit.register(lambda: (folder / f"sent-{global_rank()}.json").write_text(json.dumps(counts)))
+    return counts
 
 
 run.main(arguments, ready=ready)

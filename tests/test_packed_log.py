@@ -14,6 +14,7 @@ MODELS = (
     "--group-query-attention --num-query-groups 2 --swiglu",
     "--multi-latent-attention",
     "--num-experts 4 --moe-ffn-hidden-size 128",
+    "--varlen-packing --varlen-packing-shapes variable",
 )
 
 
@@ -27,7 +28,9 @@ def counts() -> list[list[float]]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.mark.parametrize("model", range(len(MODELS)), ids=("multi-head", "grouped-queries", "latent", "experts"))
+@pytest.mark.parametrize(
+    "model", range(len(MODELS)), ids=("multi-head", "grouped-queries", "latent", "experts", "variable")
+)
 def test_operations_are_those_that_megatron_counts_from_the_bounds(counts, model):
     count, by_bounds, whole = counts[model]
     assert count == pytest.approx(by_bounds, rel=1e-12)

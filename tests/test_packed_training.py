@@ -37,6 +37,9 @@ def arguments(prefix: Path, flags: str) -> list[str]:
     """Of a packed run: `TINY`'s, with data of its own."""
     given = flags.split()
     kept = [argument for argument in TINY if argument != "--mock-data"]
+    if "--train-samples" in given:
+        place = kept.index("--train-iters")
+        del kept[place : place + 2]
     return [*kept, *MODEL.split(), "--data-path", str(prefix), *PACKING.split(), *given]
 
 
@@ -47,11 +50,12 @@ def packed(documents, checkpoint, tmp_path_factory) -> Callable[..., Run]:
     @cache
     def train(flags: str = "", processes: int = 1) -> Run:
         load = f"--load {checkpoint(MODEL)} --finetune --no-load-optim --no-load-rng {flags}"
-        return trained(launch(tmp_path_factory.mktemp("run"), arguments(documents[0], load), processes))
+        return trained(launch(tmp_path_factory.mktemp("run"), arguments(documents[0], load), processes, driver=DRIVER))
 
     return train
 
 
+FIXED = "--varlen-packing-shapes fixed"
 TOPOLOGIES = pytest.mark.parametrize(
     ("flags", "processes"),
     [
@@ -60,23 +64,43 @@ TOPOLOGIES = pytest.mark.parametrize(
         ("--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2", 2),
         ("--pipeline-model-parallel-size 2", 4),
         ("--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2", 4),
+        ("--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2 --sequence-parallel", 4),
         ("--pipeline-model-parallel-size 2 --micro-batch-size 2", 2),
         ("--pipeline-model-parallel-size 2 --balanced-pipeline --balanced-pipeline-costs analytic", 2),
+        (f"--pipeline-model-parallel-size 2 --micro-batch-size 2 {FIXED}", 2),
+        ("--varlen-packing-micro-batches +8", 1),
+        (
+            "--pipeline-model-parallel-size 2 --varlen-packing-micro-batches +3 --recompute-granularity full"
+            " --recompute-method uniform --recompute-num-layers 1",
+            2,
+        ),
     ],
-    ids=["PP2", "PP4", "PP2-VPP2", "DP2-PP2", "TP2-PP2", "two-bins-a-micro-batch", "balanced"],
+    ids=[
+        "PP2",
+        "PP4",
+        "PP2-VPP2",
+        "DP2-PP2",
+        "TP2-PP2",
+        "SP2-PP2",
+        "two-bins-a-micro-batch",
+        "balanced",
+        "two-bins-of-fixed-shape",
+        "eight-more-micro-batches",
+        "PP2-three-more-recomputed",
+    ],
 )
 
 
 @TOPOLOGIES
 def test_losses_equal_those_of_one_process(packed, flags, processes):
-    losses, reference = packed(flags, processes).losses, packed().losses
+    losses, reference = packed(flags, processes).losses, packed(FIXED).losses
     assert len(losses) == len(reference) == 20
     assert max(abs(loss - right) / right for loss, right in zip(losses, reference, strict=True)) <= TOLERANCE
 
 
 @TOPOLOGIES
 def test_evaluation_does_not_depend_on_the_topology(packed, flags, processes):
-    values, reference = evaluated(packed(flags, processes)), evaluated(packed())
+    values, reference = evaluated(packed(flags, processes)), evaluated(packed(FIXED))
     assert len(values) == len(reference) > 0
     assert values == pytest.approx(reference, rel=3e-6)  # seven digits are printed
 
@@ -99,6 +123,7 @@ def test_every_label_is_learned_once_an_epoch_also_across_a_kill_and_another_top
     beside = tmp_path / "checkpoint" / "iter_0000006" / FILE_NAME
     beside.replace(ahead_of(beside))  # where a kill would have left it just after the checkpoint was complete
     resumed = f"--load {tmp_path / 'checkpoint'} {save} {mask} --num-workers 2 --train-iters 40 --micro-batch-size 2"
+    resumed += " --varlen-packing-micro-batches +1"
     trained(launch(tmp_path / "resumed", arguments(prefix, resumed), 2, driver=DRIVER))
     before, after = fed(tmp_path / "killed"), fed(tmp_path / "resumed")
     turn = min(after)
@@ -109,6 +134,36 @@ def test_every_label_is_learned_once_an_epoch_also_across_a_kill_and_another_top
     steps = {**after, **{step: pieces for step, pieces in before.items() if step < turn}}
     assert sorted(steps) == list(range(0, 40 * 8, 8))
     check_epochs(steps, written[: round(0.9 * len(written))])
+
+
+RERUN = "--rerun-mode validate_results --eval-interval 5"
+
+
+@pytest.mark.parametrize("virtual", ["", "--num-virtual-stages-per-pipeline-rank 2"], ids=["PP2", "PP2-VPP2"])
+def test_no_shape_is_sent_also_when_steps_are_run_again_and_evaluated(packed, virtual):
+    flags = f"--pipeline-model-parallel-size 2 {virtual} {RERUN}"
+    again, fixed = packed(flags, 2), packed(f"{flags} {FIXED}", 2)
+    assert again.losses == pytest.approx(fixed.losses, rel=TOLERANCE)
+    assert evaluated(again) == pytest.approx(evaluated(fixed), rel=3e-6) and len(evaluated(again)) > 3
+    sent, as_fixed = messages(again), messages(fixed)
+    assert len(sent) == 2
+    for rank, counts in sent.items():
+        assert counts["shapes"] == 0
+        assert counts["tensors"] == as_fixed[rank]["tensors"] > 20 * 2 * 8  # each step was run twice
+        assert len(counts["lengths"]) > 3 and max(counts["lengths"]) <= 32
+        assert as_fixed[rank]["lengths"] == [32]
+
+
+def test_samples_that_end_inside_a_step_are_the_same_in_both_shapes(packed):
+    flags = "--train-samples 100 --micro-batch-size 2 --pipeline-model-parallel-size 2"
+    variable, fixed = packed(f"{flags} --varlen-packing-micro-batches +2", 2), packed(f"{flags} {FIXED}", 2)
+    assert len(variable.losses) == 100 // 8
+    assert variable.losses == pytest.approx(fixed.losses, rel=TOLERANCE)
+
+
+def messages(run: Run) -> dict[int, dict]:
+    """What was sent by each rank."""
+    return {int(path.stem.split("-")[1]): json.loads(path.read_text()) for path in run.folder.glob("seen/sent-*.json")}
 
 
 def test_too_few_documents_to_evaluate_on_are_refused_before_training(documents, tmp_path):

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from megatron_balance.errors import BalanceError
 from megatron_balance.files import write_standard_output, write_text
-from megatron_balance.packing.cost import FIXED, SHAPES
+from megatron_balance.packing.cost import SHAPES
 from megatron_balance.packing.pieces import LONG_DOCUMENTS, SPLIT
 from megatron_balance.planning.flags import FLAG
 
@@ -54,9 +54,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     packing.add_argument("--varlen-packing", action="store_true", help=argparse.SUPPRESS)
     packing.add_argument(
         "--varlen-packing-shapes",
-        choices=SHAPES,
-        default=FIXED,
-        help="micro-batches padded to --seq-length, or of their true length (default: %(default)s)",
+        choices=("auto", *SHAPES),
+        default="auto",
+        help="micro-batches padded to --seq-length, or of their true length (default: auto, which is variable; training takes"
+        " fixed where something in the job needs it)",
     )
     packing.add_argument(
         "--varlen-packing-long-documents",

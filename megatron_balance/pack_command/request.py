@@ -11,7 +11,7 @@ from typing import Any
 from megatron_balance.command_line import CommandLine, read_command_line, topology_from_arguments
 from megatron_balance.costs.devices import Device, device_chosen
 from megatron_balance.errors import BalanceError
-from megatron_balance.packing.cost import BinCost, SequenceCost
+from megatron_balance.packing.cost import VARIABLE, BinCost, SequenceCost
 from megatron_balance.packing.grid import Grid
 from megatron_balance.packing.length_files import ENDINGS, number_in
 from megatron_balance.packing.pieces import PieceRule
@@ -95,11 +95,12 @@ def read_request(options: argparse.Namespace, argv: Sequence[str]) -> Request:
         sequence, source = _model_cost(options.balanced_pipeline_costs, job, device)
     else:
         sequence, source = _ratio_cost(options, assumed)
+    shapes = VARIABLE if options.varlen_packing_shapes == "auto" else options.varlen_packing_shapes
     return Request(
         data=data,
         rule=rule,
         grid=grid,
-        bin_cost=BinCost(sequence, seq_length, options.varlen_packing_shapes),
+        bin_cost=BinCost(sequence, seq_length, shapes),
         cost_source=source,
         in_seconds=has_model and options.cost_ratio is None,
         seed=options.seed,

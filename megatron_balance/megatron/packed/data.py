@@ -25,6 +25,7 @@ from megatron.training.utils import get_blend_and_blend_per_split
 from megatron_balance.errors import BalanceError
 from megatron_balance.megatron import stored_layout
 from megatron_balance.megatron.packed import cursors
+from megatron_balance.megatron.packed.chosen_shapes import more_of, shapes_of
 from megatron_balance.megatron.packed.greeting import greeting
 from megatron_balance.megatron.packed.items import PackedDataset
 from megatron_balance.megatron.packed.log import COUNT, LOG
@@ -32,7 +33,7 @@ from megatron_balance.megatron.packed.placing import Placing, agreed_cost, agree
 from megatron_balance.megatron.packed.planner import Planner
 from megatron_balance.megatron.packed.stages import reads_tokens
 from megatron_balance.megatron.registry import registry
-from megatron_balance.packing.cost import BinCost
+from megatron_balance.packing.cost import VARIABLE, BinCost
 from megatron_balance.packing.cut import batches
 from megatron_balance.packing.documents import Blend, Documents, default_cache_folder, read_indexed
 from megatron_balance.packing.epoch import Epoch, epoch_pieces
@@ -97,13 +98,15 @@ def _built(split: Split, num_items: int | None, with_tokens: bool) -> Any:
     if num_items == 0 or (split == Split.train and args.skip_train) or not (sources := sources_of(split)):
         return None
     readers = [source for source, _ in sources]
+    variable = shapes_of(args) == VARIABLE
     if num_items is not None:
         if split == Split.train:
             num_items += _train_size()(num_items)  # the last step may end behind --train-samples
-        return PackedDataset(planner_of(split), readers, rule_of(args), num_items, split, with_tokens)
+        extra = split == Split.train and more_of(args.global_batch_size, args) > 0
+        return PackedDataset(planner_of(split), readers, rule_of(args), num_items, split, with_tokens, variable, extra)
     groups = [(reader,) for reader in readers] if args.multiple_validation_sets else [tuple(readers)]
     whole = [
-        PackedDataset(epoch := epoch_of(group), group, rule_of(args), epoch.num_bins, split, with_tokens)
+        PackedDataset(epoch := epoch_of(group), group, rule_of(args), epoch.num_bins, split, with_tokens, variable)
         for group in groups
     ]
     return whole if args.multiple_validation_sets else whole[0]
@@ -126,7 +129,7 @@ def planner_of(split: Split) -> Planner:
         stored_layout.cursor_to_store[:] = [lambda: planner.cursor(args.consumed_train_samples).to_json()]
         return planner
     size = getattr(args, "eval_micro_batch_size", None) or args.micro_batch_size
-    planner = Planner(stream, (0, stream.start), _eval_size(args), placing().with_micro_batches_of(size))
+    planner = Planner(stream, (0, stream.start), _eval_size(args), placing().for_evaluation(size))
     planner.window(0)  # too few documents are refused now, not when the first evaluation comes
     return planner
 
@@ -169,13 +172,14 @@ def placing() -> Placing:
     args = get_args()
     rule = rule_of(args)
     grid = grid_of(args, args.global_batch_size // (args.micro_batch_size * args.data_parallel_size))
-    cost = BinCost(agreed_cost(args, grid), args.seq_length)
+    cost = BinCost(agreed_cost(args, grid), args.seq_length, shapes_of(args))
     split, tuned = next(split for split in Split if sources_of(split)), tuning_grid(grid)
 
     def samples() -> list[np.ndarray]:
         return tuning_samples(stream_of(split), tuned.num_bins)
 
-    return Placing(grid, rule, cost, agreed_profile(samples, cost, rule, tuned, cache_folder(args)))
+    profile = agreed_profile(samples, cost, rule, tuned, cache_folder(args))
+    return Placing(grid, rule, cost, profile, partial(more_of, args=args))
 
 
 @cache

@@ -13,8 +13,10 @@ from megatron_balance import cpu
 from megatron_balance.errors import BalanceError
 from megatron_balance.megatron import stored_layout
 from megatron_balance.megatron.packed.attention import attention_hook, chosen
+from megatron_balance.megatron.packed.chosen_shapes import check_more, more_of, row_multiple, shapes_of
 from megatron_balance.megatron.packed.options import FLAG, TE, PackingOptions, refuse_conflicts
 from megatron_balance.megatron.registry import Hook, registry
+from megatron_balance.packing.cost import VARIABLE
 
 Function = Callable[..., Any]
 
@@ -26,6 +28,7 @@ def before_validation(args: Any) -> None:
         BalanceError: says why.
     """
     refuse_conflicts(args)
+    shapes_of(args)
     args.create_attention_mask_in_dataloader = False  # a mask of seq_length^2 that nothing would read
 
 
@@ -36,6 +39,12 @@ def after_globals(args: Any, options: PackingOptions) -> None:
     if kind != TE:
         registry.apply(attention_hook(kind))
     registry.apply(ROWS)
+    if shapes_of(args) == VARIABLE:
+        from megatron_balance.megatron.packed.shapes import NO_MESSAGES, schedules_hook
+
+        check_more(args)
+        registry.apply(schedules_hook(row_multiple(args, on_gpu), functools.partial(more_of, args=args)))
+        registry.apply(NO_MESSAGES)
     registry.apply(stored_layout.SAVE)
 
 

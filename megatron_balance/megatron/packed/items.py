@@ -10,10 +10,11 @@ import torch
 
 from megatron_balance.megatron.packed.planner import Planner
 from megatron_balance.packing.epoch import Epoch
-from megatron_balance.packing.pieces import PieceRule
+from megatron_balance.packing.pieces import PieceRule, Pieces
 
 TOKENS, LABELS, POSITIONS, VALID = "tokens", "labels", "position_ids", "loss_mask"
-_PADDING = 256  # longest sequence of padding: the attention within it is lost work
+FILLED = "filled"
+PADDING = 256  # longest sequence of padding: the attention within it is lost work
 
 
 class PackedDataset(torch.utils.data.Dataset):
@@ -22,6 +23,9 @@ class PackedDataset(torch.utils.data.Dataset):
     An item holds ``seq_length`` places: the pieces of its bin one behind the other, then padding, in sequences of its own. Its
     tensors, all of shape [seq_length]: ``tokens`` and ``labels`` (int64), ``position_ids`` (int64, from 0 in each sequence)
     and ``loss_mask`` (float32, 1 where a label counts).
+
+    With ``variable`` all are of shape [slots, seq_length], and ``filled`` (int64, [slots]) says how many places hold pieces. An
+    item has a second slot where a step has more micro-batches than the sampler knows of.
     """
 
     def __init__(
@@ -32,6 +36,8 @@ class PackedDataset(torch.utils.data.Dataset):
         num_items: int,
         split: Any,
         with_tokens: bool,
+        variable: bool = False,
+        extra: bool = False,
     ) -> None:
         """
         Args:
@@ -42,15 +48,24 @@ class PackedDataset(torch.utils.data.Dataset):
             num_items: length of the data set.
             split: Megatron's ``Split``, by which its loader tells training from evaluation.
             with_tokens: False for ranks that need the positions alone; no token is read then.
+            variable: whether micro-batches are cut to their length.
+            extra: whether items have a second slot; the planner then has ``extra_pieces``.
         """
         self.planner, self.readers, self.rule = planner, readers, rule
         self.num_items, self.index_split, self.with_tokens = num_items, split, with_tokens
+        self.variable, self.extra = variable, extra
 
     def __len__(self) -> int:
         return self.num_items
 
     def __getitem__(self, item: int) -> dict[str, torch.Tensor]:
-        pieces = self.planner.pieces(item)
+        first = self._bin(self.planner.pieces(item))
+        if not self.variable:
+            return first
+        slots = [first, self._bin(self.planner.extra_pieces(item))] if self.extra else [first]
+        return {name: torch.stack([slot[name] for slot in slots]) for name in first}
+
+    def _bin(self, pieces: Pieces) -> dict[str, torch.Tensor]:
         length = self.rule.seq_length
         positions, valid = np.empty(length, dtype=np.int64), np.zeros(length, dtype=np.float32)
         tokens = np.zeros((2, length), dtype=np.int64)
@@ -65,8 +80,10 @@ class PackedDataset(torch.utils.data.Dataset):
                 tokens[0, place : place + end - first] = text[:-1]
                 tokens[1, place : place + end - first] = text[1:]
             place += room
-        positions[place:] = np.arange(length - place) % _PADDING
+        positions[place:] = np.arange(length - place) % PADDING
         values = {POSITIONS: positions, VALID: valid}
         if self.with_tokens:
             values |= {TOKENS: tokens[0], LABELS: tokens[1]}
+        if self.variable:
+            values[FILLED] = np.array(place)
         return {name: torch.from_numpy(value) for name, value in values.items()}

@@ -7,9 +7,11 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+from megatron_balance.megatron.packed.chosen_shapes import shapes_of
 from megatron_balance.megatron.packed.options import FLAG
 from megatron_balance.megatron.packed.planner import Window
 from megatron_balance.megatron.registry import Hook
+from megatron_balance.packing.cost import VARIABLE
 
 
 def _with_packing(training_log: Callable[..., Any]) -> Callable[..., Any]:
@@ -70,7 +72,10 @@ def _of_documents(num_floating_point_operations: Callable[..., float]) -> Callab
         twice.seq_length = 2 * args.seq_length
         attention = (num_floating_point_operations(twice, batch_size) - 2 * whole) / 2
         tokens = _last_window().batch.pieces.tokens.astype(float)
-        return whole - attention * (1 - float(tokens @ tokens) / (batch_size * args.seq_length**2))
+        padding = 0.0
+        if getattr(args, "varlen_packing", False) and shapes_of(args) == VARIABLE:  # not computed
+            padding = (whole - attention) * (1 - float(tokens.sum()) / (batch_size * args.seq_length))
+        return whole - padding - attention * (1 - float(tokens @ tokens) / (batch_size * args.seq_length**2))
 
     return count
 

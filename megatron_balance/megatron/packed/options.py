@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_balance.errors import BalanceError
+from megatron_balance.packing.cost import SHAPES
 from megatron_balance.packing.pieces import LONG_DOCUMENTS, SPLIT
 
 FLAG = "--varlen-packing"
@@ -22,10 +23,14 @@ class PackingOptions:
     Attributes:
         long_documents: what happens to a document that is longer than a bin.
         attention: what attends within the sequences.
+        shapes: of micro-batches: ``fixed``, ``variable`` or ``auto``.
+        micro_batches: how many more a step has than Megatron counts.
     """
 
     long_documents: str
     attention: str
+    shapes: str
+    micro_batches: int
 
     @classmethod
     def from_args(cls, args: Any) -> PackingOptions | None:
@@ -34,7 +39,8 @@ class PackingOptions:
         Raises:
             BalanceError: an option is given without the flag that it belongs to.
         """
-        given = {name: getattr(args, f"varlen_packing_{name}", None) for name in ("long_documents", "attention")}
+        names = ("long_documents", "attention", "shapes", "micro_batches")
+        given = {name: getattr(args, f"varlen_packing_{name}", None) for name in names}
         if not getattr(args, "varlen_packing", False):
             for name, value in given.items():
                 if value is not None:
@@ -42,7 +48,12 @@ class PackingOptions:
                         f"{FLAG}-{name.replace('_', '-')} does nothing without {FLAG}: add it or leave both out"
                     )
             return None
-        return cls(given["long_documents"] or SPLIT, given["attention"] or AUTO)
+        return cls(
+            given["long_documents"] or SPLIT,
+            given["attention"] or AUTO,
+            given["shapes"] or AUTO,
+            given["micro_batches"] or 0,
+        )
 
 
 def add_arguments(group: argparse._ArgumentGroup) -> None:
@@ -65,6 +76,31 @@ def add_arguments(group: argparse._ArgumentGroup) -> None:
         help="What attends within the documents: Transformer Engine's layers, or for local layers flash-attn's kernel or torch."
         " Default: Transformer Engine where its layers are used, else flash-attn on a GPU where it is installed, else torch.",
     )
+    group.add_argument(
+        f"{FLAG}-shapes",
+        choices=(AUTO, *SHAPES),
+        help="Micro-batches padded to --seq-length (fixed), or of the length of their documents, so that padding is not computed"
+        " (variable; no shapes are sent between stages). Default: auto, which is variable unless something in the job needs"
+        " fixed shapes: what the simulation prefers, not yet measured on a GPU.",
+    )
+    group.add_argument(
+        f"{FLAG}-micro-batches",
+        type=more_micro_batches,
+        metavar="+K",
+        help="Spread the documents of a global batch over K more micro-batches than its size says, which variable shapes"
+        " allow: the same documents, samples and learning rate, and bins that need not be full.",
+    )
+
+
+def more_micro_batches(text: str) -> int:
+    """K of ``+K``.
+
+    Raises:
+        argparse.ArgumentTypeError: it is none.
+    """
+    if not (text.startswith("+") and text[1:].isascii() and text[1:].isdigit()):
+        raise argparse.ArgumentTypeError(f"{text!r}: give how many more, as +2")
+    return int(text)
 
 
 @dataclass(frozen=True)

@@ -26,28 +26,75 @@ from megatron_balance.packing.profile import Profile, from_json, load_or_tune, t
 _KEY = "job"  # of the profile, between ranks
 
 
+def _none(num_microbatches: int) -> int:
+    return 0
+
+
 @dataclass(frozen=True)
 class Placing:
-    """Places global batches of any size for the ranks of a job."""
+    """Places global batches of any size for the ranks of a job.
+
+    Attributes:
+        grid: of a full global batch.
+        rule: of the pieces.
+        cost: of a bin.
+        profile: that placements aim at.
+        more_of: micro-batches that a step has beyond those that its size says, by their number.
+    """
 
     grid: Grid
     rule: PieceRule
     cost: BinCost
     profile: Profile
+    more_of: Callable[[int], int] = _none
 
     def __call__(self, batch: GlobalBatch) -> Placement:
+        placement = self.in_its_bins(batch)
+        wide = self.wide_grid_of(batch.num_bins)
+        if batch.num_bins == wide.num_bins or batch.pieces.tokens.size < wide.num_bins:
+            return placement
+        bins = spread(batch.bins, batch.pieces.tokens, batch.num_bins, wide.num_bins)
+        wider = place(batch.pieces.tokens, self.cost, self.rule, wide, self.profile, bins)
+        return min(placement, wider, key=lambda each: each.step_s)
+
+    def in_its_bins(self, batch: GlobalBatch) -> Placement:
+        """The placement in as many micro-batches as the batch's size says."""
         grid = self.grid_of(batch.num_bins)
         return place(batch.pieces.tokens, self.cost, self.rule, grid, self.profile, batch.bins)
 
-    def with_micro_batches_of(self, size: int) -> Placing:
-        """The same for micro-batches of ``size`` bins, which evaluation may have."""
-        return replace(self, grid=replace(self.grid, topology=replace(self.grid.topology, micro_batch_size=size)))
+    def for_evaluation(self, size: int) -> Placing:
+        """The same for evaluation, whose micro-batches may have another ``size``; there are no more than its batch says."""
+        grid = replace(self.grid, topology=replace(self.grid.topology, micro_batch_size=size))
+        return replace(self, grid=grid, more_of=_none)
+
+    def wide_grid_of(self, num_bins: int) -> Grid:
+        """The grid of a global batch of ``num_bins`` bins with all its micro-batches."""
+        grid = self.grid_of(num_bins)
+        counted = grid.topology.num_microbatches
+        return replace(grid, topology=replace(grid.topology, num_microbatches=counted + self.more_of(counted)))
 
     def grid_of(self, num_bins: int) -> Grid:
         """The grid of a global batch of ``num_bins`` bins, which a ramp-up may make smaller."""
         topology = self.grid.topology
         microbatches = num_bins // (topology.data_size * topology.micro_batch_size)
         return replace(self.grid, topology=replace(topology, num_microbatches=microbatches))
+
+
+def spread(bins: np.ndarray, tokens: np.ndarray, filled: int, num_bins: int) -> np.ndarray:
+    """Bins of pieces with more bins, none of them empty: the longest pieces that are not the first of theirs get the new ones.
+
+    Args:
+        bins: of each piece, none empty, int32 of shape [pieces].
+        tokens: of each piece, shape [pieces].
+        filled: number of bins so far.
+        num_bins: number of bins then, no more than pieces.
+    """
+    _, first = np.unique(bins, return_index=True)
+    others = np.setdiff1d(np.arange(bins.size), first)
+    moved = others[np.argsort(-tokens[others], kind="stable")][: num_bins - filled]
+    wider = bins.copy()
+    wider[moved] = np.arange(filled, num_bins)
+    return wider
 
 
 def agreed_cost(args: Any, grid: Grid) -> SequenceCost:

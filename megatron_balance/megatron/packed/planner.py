@@ -38,17 +38,17 @@ class Window:
 
     @cached_property
     def placement(self) -> Placement:
-        """The bins of its pieces."""
+        """The bins of its pieces; numbers behind its items' are those of more micro-batches, in second slots of the first items."""
         return self.place(self.batch)
 
     @cached_property
     def _by_bin(self) -> tuple[np.ndarray, np.ndarray]:
-        return by_bin(self.placement.bins, self.batch.num_bins)
+        return by_bin(self.placement.bins, 2 * self.batch.num_bins)
 
-    def pieces(self, item: int) -> Pieces:
-        """What item ``item`` holds."""
+    def pieces(self, item: int, slot: int = 0) -> Pieces:
+        """What a slot of item ``item`` holds."""
         order, starts = self._by_bin
-        number = item - self.first
+        number = item - self.first + slot * self.batch.num_bins
         return self.batch.pieces.take(order[starts[number] : starts[number + 1]])
 
 
@@ -76,6 +76,10 @@ class Planner:
     def pieces(self, item: int) -> Pieces:
         """What item ``item`` holds."""
         return self.window(item).pieces(item)
+
+    def extra_pieces(self, item: int) -> Pieces:
+        """What the second slot of item ``item`` holds."""
+        return self.window(item).pieces(item, slot=1)
 
     def window(self, item: int) -> Window:
         """The global batch that item ``item`` is in."""

@@ -97,7 +97,7 @@ def _packed(positions: torch.Tensor) -> PackedSeqParams:
         cu_seqlens_kv=on_device,
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
-        **_known(tokens_per_sample=get_args().seq_length),
+        **_known(tokens_per_sample=positions.numel()),
     )
     packed.lengths = lengths.tolist()
     return packed
