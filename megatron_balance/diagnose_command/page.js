@@ -58,6 +58,7 @@
     return value >= 1 ? value.toPrecision(4) + " s" : (1e3 * value).toPrecision(value < SHORT ? 2 : 4) + " ms";
   }
 
+  const tickText = (value) => Number(value.toPrecision(6)) + " s";
   const ratioText = (value) => (value === null ? "-" : value.toFixed(3));
 
   // --- workers
@@ -78,7 +79,7 @@
     const canvas = find("heatmap");
     grid.height = Math.min(40, Math.max(9, 360 / data.pp));
     const { pen, width, height } = surface(canvas, grid.height * data.pp + 48);
-    grid.width = Math.min(64, (width - grid.left - 92) / data.dp);
+    grid.width = Math.min(110, (width - grid.left - 92) / data.dp);
     grid.gap = grid.width > 6 ? 1 : 0;
     const row = values();
     const top = most();
@@ -147,7 +148,7 @@
     for (const at of ticks(highest, 4)) {
       pen.fillStyle = c.line;
       pen.fillRect(plot.left, y(at), width - plot.left - plot.right, 1);
-      write(pen, secondsText(at), plot.left - 6, y(at), c.faint, "right");
+      write(pen, tickText(at), plot.left - 6, y(at), c.faint, "right");
     }
     data.actual.forEach((value, place) => {
       const x = plot.left + place * bar;
@@ -186,7 +187,7 @@
       pen.fillStyle = c.ink;
       pen.fillRect(lanes.left + one[name + "_s"] * scale, top + 20, 1.5, rows * lane + 2);
     });
-    for (const at of ticks(longest, 6)) write(pen, secondsText(at), lanes.left + at * scale, height - 10, c.faint, at ? "center" : "left");
+    for (const at of ticks(longest, 6)) write(pen, tickText(at), lanes.left + at * scale, height - 10, c.faint, at ? "center" : "left");
     find("timeline-facts").textContent =
       secondsText(one.real_s) + " recorded, " + secondsText(one.ideal_s) + " ideal: " + (one.real_s / one.ideal_s).toFixed(3) + " times";
   }

@@ -23,6 +23,7 @@ from megatron_balance.pipeline.show import signed_percent
 
 MOST_OPERATIONS = 120_000  # drawn operations in a file: about 2.5 MB
 _MOST_DP_RANKS = 16
+_FEW_DP_RANKS = 8  # whose heatmap takes half of the page's width
 _ANSWERS = {YES: ("yes", "\u25cf yes"), NO: ("no", "\u25cb no")}
 
 
@@ -47,6 +48,7 @@ def page(report: Report, replay: Replay) -> str:
         stages=_stages(report),
         checklist="".join(_checklist(report)),
         fixes="".join(map(_fix, report.diagnosis.fixes)) or "<p>Nothing that a flag could change was found.</p>",
+        wide="wide" if report.diagnosis.slowdown.by_worker.shape[1] > _FEW_DP_RANKS else "",
         data=_embedded(_data(report, replay)),
         script=script,
     )
@@ -230,11 +232,10 @@ def _timeline(report: Report, both: Mapping[str, StepTimeline], dp_ranks: np.nda
 def _rows(timeline: StepTimeline, dp_rank: int, stages: int) -> list[list[int]]:
     """By pipeline rank: kind, micro-batch, start and length in microseconds of each operation, one after the other.
 
-    What is long comes first, so that a pass is drawn over the communication that it hides.
+    Communication begins when its last peer has. It comes first, so that the passes that hide it are drawn over it.
     """
     mine = timeline.only((timeline.dp_rank == dp_rank) & ~timeline.transfers)
-    length_s = mine.end_s - mine.start_s
-    columns = (mine.kind, mine.microbatch, np.round(1e6 * mine.start_s), np.round(1e6 * length_s))
+    columns = (mine.kind, mine.microbatch, np.round(1e6 * (mine.end_s - mine.working_s)), np.round(1e6 * mine.working_s))
     table = np.stack([column.astype(np.int64) for column in columns], axis=1)
     order = np.lexsort((mine.start_s, mine.computes))
     table, pp_rank = table[order], mine.pp_rank[order]

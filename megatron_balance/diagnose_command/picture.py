@@ -18,7 +18,7 @@ _INK, _FAINT, _BAD, _GOOD = "#22262e", "#6b7280", "#b3261e", "#1d7a3c"
 _SHADES = (_IDLE, "#f0b8a4", "#d9604a", "#8f1510")
 _LEAST_RANGE = 0.1  # of shades above 1: what hardly differs looks so
 _BAR = 0.82
-_MOST_NUMBERED = 96  # cells of a heatmap that have their number written in
+_MOST_NUMBERED = (16, 10)  # rows and columns of a heatmap whose cells have their number written in
 
 
 def picture(report: Report, timelines: Mapping[str, StepTimeline]) -> bytes:
@@ -68,7 +68,7 @@ def _heatmap(figure: Any, axes: Any, report: Report) -> None:
     colours = LinearSegmentedColormap.from_list("slowdown", _SHADES)
     colours.set_bad("white")
     image = axes.imshow(by_worker, aspect="auto", cmap=colours, vmin=1, vmax=most, interpolation="nearest")
-    if by_worker.size <= _MOST_NUMBERED:
+    if by_worker.shape[1] <= _MOST_NUMBERED[1] and by_worker.shape[0] <= _MOST_NUMBERED[0]:
         for (stage, dp_rank), value in np.ndenumerate(by_worker):
             dark = (value - 1) / (most - 1) > 0.5
             axes.text(
@@ -151,7 +151,8 @@ def _panel(axes: Any, timeline: StepTimeline, dp_rank: int, stages: int) -> None
         axes.barh(stage, timeline.step_s, height=_BAR, color=_IDLE, zorder=0)
         for kind, colour in enumerate(colours):
             shown = (mine.pp_rank == stage) & (mine.kind == kind)
-            bars = list(zip(mine.start_s[shown], (mine.end_s - mine.start_s)[shown], strict=True))
+            working_s = mine.working_s[shown]
+            bars = list(zip(mine.end_s[shown] - working_s, working_s, strict=True))
             zorder = 1 if colour == _ONCE else 2  # passes over the communication that they hide
             axes.broken_barh(
                 bars, (stage - _BAR / 2, _BAR), facecolors=colour, edgecolor="white", linewidth=0.3, zorder=zorder

@@ -42,7 +42,7 @@ class Report:
         named = " and ".join(
             cause + (self._worker_named if cause == "one worker" else "") for cause in map(printable, found.verdict)
         )
-        return f"{named[:1].upper()}{named[1:]}: a step takes {slowdown:.3f} of one in which nothing straggles"
+        return f"{named[:1].upper()}{named[1:]}: a step takes {slowdown:.3f} times what it would if nothing straggled"
 
     @property
     def _worker_named(self) -> str:

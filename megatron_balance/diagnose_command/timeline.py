@@ -31,6 +31,7 @@ class StepTimeline:
         kind: number in ``kinds``.
         dp_rank, pp_rank, chunk, microbatch: as in `Trace`.
         start_s, end_s: seconds since the step began.
+        working_s: how long it lasts without the wait for a peer, which is in front: what of a transfer or collective moves data.
     """
 
     step: int
@@ -42,6 +43,7 @@ class StepTimeline:
     microbatch: np.ndarray
     start_s: np.ndarray
     end_s: np.ndarray
+    working_s: np.ndarray
 
     @property
     def step_s(self) -> float:
@@ -49,8 +51,9 @@ class StepTimeline:
 
     def only(self, shown: np.ndarray) -> StepTimeline:
         """The operations for which ``shown`` is true."""
-        arrays = (self.kind, self.dp_rank, self.pp_rank, self.chunk, self.microbatch, self.start_s, self.end_s)
-        return StepTimeline(self.step, self.kinds, *(array[shown] for array in arrays))
+        labels = (self.kind, self.dp_rank, self.pp_rank, self.chunk, self.microbatch)
+        times = (self.start_s, self.end_s, self.working_s)
+        return StepTimeline(self.step, self.kinds, *(array[shown] for array in (*labels, *times)))
 
     @property
     def computes(self) -> np.ndarray:
@@ -72,23 +75,27 @@ def step_timelines(replay: Replay, step: int) -> dict[str, StepTimeline]:
     """
     place = int(np.searchsorted(replay.steps, step))
     shape = replay.actual_s[place : place + 1].shape
+    ideal_s = np.broadcast_to(replay.ideal_s[:, None], shape[1:])
     moments = Moments(np.empty(shape), np.empty(shape))
-    run(replay.groups, lambda node: np.full((1, shape[2]), replay.ideal_s[node]), moments)
-    recorded = replay.start_s[place], replay.end_s[place]
+    run(replay.groups, lambda node: ideal_s[node][None], moments)
+    recorded = replay.start_s[place], replay.end_s[place], replay.actual_s[place]
     return {
         REAL: _timeline(replay, step, *recorded),
-        IDEAL: _timeline(replay, step, moments.start_s[0], moments.end_s[0]),
+        IDEAL: _timeline(replay, step, moments.start_s[0], moments.end_s[0], ideal_s),
     }
 
 
-def _timeline(replay: Replay, step: int, start_s: np.ndarray, end_s: np.ndarray) -> StepTimeline:
-    """Of starts and ends of shape [nodes, lanes]."""
+def _timeline(
+    replay: Replay, step: int, start_s: np.ndarray, end_s: np.ndarray, working_s: np.ndarray
+) -> StepTimeline:
+    """Of starts, ends and durations of shape [nodes, lanes]."""
     nodes, first_s = replay.nodes, float(start_s.min())
     labels = (nodes.kind, replay.lanes, nodes.stage, nodes.chunk, nodes.microbatch)
     rows = (each[None, :] if each is replay.lanes else each[:, None] for each in labels)
     arrays = (np.broadcast_to(each, start_s.shape).ravel() for each in rows)
     start, end = start_s.ravel() - first_s, end_s.ravel() - first_s
-    return StepTimeline(step, nodes.kinds, *arrays, start, np.maximum(start, end))
+    end = np.maximum(start, end)
+    return StepTimeline(step, nodes.kinds, *arrays, start, end, np.clip(working_s.ravel(), 0.0, end - start))
 
 
 # --- the trace for Perfetto
@@ -147,7 +154,11 @@ def _event(timeline: StepTimeline, row: int, process: int, thread: int, start_us
         "cat": kind,
         "ts": start_us,
         "dur": end_us - start_us,
-        "args": {"microbatch": microbatch, "chunk": int(timeline.chunk[row])},
+        "args": {
+            "microbatch": microbatch,
+            "chunk": int(timeline.chunk[row]),
+            "waits_us": max(0, end_us - start_us - round(1e6 * float(timeline.working_s[row]))),
+        },
     }
 
 
