@@ -17,7 +17,9 @@ Source of this model: "Understanding Stragglers in Large Model Training Using Wh
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
@@ -157,7 +159,7 @@ class _Builder:
         self._meet()
 
     def _chain(self, turn: list[int]) -> None:
-        for before, after in zip(turn, turn[1:], strict=False):
+        for before, after in pairwise(turn):
             self.waits[after].append(before)
 
     def _kind(self, node: int) -> str:
@@ -252,7 +254,7 @@ class _Builder:
         last_pass_s = max((self.end_s[node] for node in self.passes[stage]), default=-np.inf)
         exchanges = [*self.nodes.of(GATHER, stage), *self.nodes.of(SCATTER, stage)]
         self._chain(sorted(exchanges, key=lambda node: self.start_s[node]))
-        for gather in self._last_of_chunk(reversed(self.nodes.of(GATHER, stage))):
+        for gather in self._first_of_chunk(reversed(self.nodes.of(GATHER, stage))):
             chunk = self.nodes.chunk[gather]
             passes = [node for node in self._of_direction(stage, FORWARD) if chunk in (-1, self.nodes.chunk[node])]
             if passes and self.start_s[gather] <= self.start_s[passes[0]]:
@@ -261,7 +263,7 @@ class _Builder:
         scatters = self.nodes.of(SCATTER, stage)
         if any(self.start_s[node] < last_pass_s for node in scatters) or self.nodes.of(SEPARATE, stage):
             self.early = set(scatters)
-            for scatter in self._last_of_chunk(scatters):
+            for scatter in self._first_of_chunk(scatters):
                 chunk = self.nodes.chunk[scatter]
                 passes = [node for node in self._of_direction(stage, BACKWARD) if chunk in (-1, self.nodes.chunk[node])]
                 passes = (
@@ -270,7 +272,7 @@ class _Builder:
                 if passes:
                     self.waits[scatter].append(passes[-1])
 
-    def _last_of_chunk(self, turn) -> list[int]:
+    def _first_of_chunk(self, turn: Iterable[int]) -> list[int]:
         """The first of each chunk in ``turn``."""
         found: dict[int, int] = {}
         for node in turn:

@@ -9,14 +9,14 @@ metadata. Nothing in a file is ever executed or unpickled.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from megatron_balance.diagnosis.cells import PASSES, take, whole
+from megatron_balance.diagnosis.cells import PASSES, whole
 from megatron_balance.diagnosis.clocks import aligned
 from megatron_balance.diagnosis.graph import is_exchange
 from megatron_balance.diagnosis.trace import COMBINED, FORWARD, OPERATIONS, Job, Sequences, Trace
@@ -119,27 +119,42 @@ def _canonical(table: pyarrow.Table, file: Path) -> pyarrow.Table:
         column = table[name]
         try:
             if name == "optype":
-                if not pyarrow.types.is_dictionary(column.type):
-                    column = column.cast(pyarrow.string()).dictionary_encode()
-                column = column.cast(pyarrow.dictionary(pyarrow.int32(), pyarrow.string()))
+                columns[name] = _names(column)
             elif name in ("start_ts", "duration"):
-                if not (pyarrow.types.is_floating(column.type) or pyarrow.types.is_integer(column.type)):
-                    raise BalanceError(f"{file} is no trace: {name} is {column.type}, not seconds")
-                column = column.cast(pyarrow.float64()) if pyarrow.types.is_integer(column.type) else column
+                columns[name] = _numbers(column, name, file, pyarrow.float64(), pyarrow.types.is_floating)
             else:
-                if not (pyarrow.types.is_floating(column.type) or pyarrow.types.is_integer(column.type)):
-                    if not pyarrow.types.is_null(column.type):
-                        raise BalanceError(f"{file} is no trace: {name} is {column.type}, not whole numbers")
-                column = column.cast(pyarrow.int64()) if pyarrow.types.is_null(column.type) else column
-                if pyarrow.types.is_floating(column.type):
-                    column = pyarrow.chunked_array([pyarrow.array(column.to_numpy(), from_pandas=True)])
-                    column = column.cast(pyarrow.int64())
-                elif column.type == pyarrow.uint64():
-                    column = column.cast(pyarrow.int64())
+                columns[name] = _numbers(column, name, file, pyarrow.int64(), pyarrow.types.is_signed_integer)
         except pyarrow.ArrowException as error:
             raise BalanceError(f"{file} is no trace: {name} cannot be read ({str(error).splitlines()[0]})") from error
-        columns[name] = column
     return pyarrow.table(columns, metadata=table.schema.metadata)
+
+
+def _names(column: pyarrow.ChunkedArray) -> pyarrow.ChunkedArray:
+    import pyarrow
+
+    if not pyarrow.types.is_dictionary(column.type):
+        column = column.cast(pyarrow.string()).dictionary_encode()
+    return column.cast(pyarrow.dictionary(pyarrow.int32(), pyarrow.string()))
+
+
+def _numbers(
+    column: pyarrow.ChunkedArray,
+    name: str,
+    file: Path,
+    wanted: pyarrow.DataType,
+    is_wanted: Callable[[pyarrow.DataType], bool],
+) -> pyarrow.ChunkedArray:
+    """A column of numbers, as ``wanted`` unless it is of that sort already. Whole numbers may be floats with NaN for null."""
+    import pyarrow
+
+    sort = column.type
+    if not (pyarrow.types.is_floating(sort) or pyarrow.types.is_integer(sort) or pyarrow.types.is_null(sort)):
+        raise BalanceError(f"{file} is no trace: the column {name} is of type {sort}, not of numbers")
+    if is_wanted(sort):
+        return column
+    if pyarrow.types.is_floating(sort):
+        column = pyarrow.chunked_array([pyarrow.array(column.to_numpy(), from_pandas=True)])
+    return column.cast(wanted)
 
 
 def _joined(tables: list[pyarrow.Table], files: list[Path]) -> pyarrow.Table:
@@ -376,6 +391,3 @@ def _sequences(table: pyarrow.Table, kept: np.ndarray | slice, trace: Trace, pro
         problems.append(f"{lacking} of {values[0].size} micro-batches have no lengths: none are used")
         return None
     return Sequences(*values)
-
-
-__all__ = ["COLUMNS", "LENGTHS", "METADATA_KEY", "read_trace", "take"]
