@@ -235,7 +235,12 @@ def _rows(timeline: StepTimeline, dp_rank: int, stages: int) -> list[list[int]]:
     Communication begins when its last peer has. It comes first, so that the passes that hide it are drawn over it.
     """
     mine = timeline.only((timeline.dp_rank == dp_rank) & ~timeline.transfers)
-    columns = (mine.kind, mine.microbatch, np.round(1e6 * (mine.end_s - mine.working_s)), np.round(1e6 * mine.working_s))
+    columns = (
+        mine.kind,
+        mine.microbatch,
+        np.round(1e6 * (mine.end_s - mine.working_s)),
+        np.round(1e6 * mine.working_s),
+    )
     table = np.stack([column.astype(np.int64) for column in columns], axis=1)
     order = np.lexsort((mine.start_s, mine.computes))
     table, pp_rank = table[order], mine.pp_rank[order]

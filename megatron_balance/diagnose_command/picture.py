@@ -66,7 +66,6 @@ def _heatmap(figure: Any, axes: Any, report: Report) -> None:
     by_worker = report.diagnosis.slowdown.by_worker
     most = max(1 + _LEAST_RANGE, float(np.nanmax(by_worker)))
     colours = LinearSegmentedColormap.from_list("slowdown", _SHADES)
-    colours.set_bad("white")
     image = axes.imshow(by_worker, aspect="auto", cmap=colours, vmin=1, vmax=most, interpolation="nearest")
     if by_worker.shape[1] <= _MOST_NUMBERED[1] and by_worker.shape[0] <= _MOST_NUMBERED[0]:
         for (stage, dp_rank), value in np.ndenumerate(by_worker):

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from megatron_balance.diagnose_command.report import printable
+from megatron_balance.diagnosis.cells import PAUSE
 from megatron_balance.diagnosis.replay import Moments, Replay, run
 from megatron_balance.diagnosis.trace import BACKWARD, COMBINED, FORWARD, TRANSFERS
 
@@ -85,9 +86,7 @@ def step_timelines(replay: Replay, step: int) -> dict[str, StepTimeline]:
     }
 
 
-def _timeline(
-    replay: Replay, step: int, start_s: np.ndarray, end_s: np.ndarray, working_s: np.ndarray
-) -> StepTimeline:
+def _timeline(replay: Replay, step: int, start_s: np.ndarray, end_s: np.ndarray, working_s: np.ndarray) -> StepTimeline:
     """Of starts, ends and durations of shape [nodes, lanes]."""
     nodes, first_s = replay.nodes, float(start_s.min())
     labels = (nodes.kind, replay.lanes, nodes.stage, nodes.chunk, nodes.microbatch)
@@ -95,7 +94,11 @@ def _timeline(
     arrays = (np.broadcast_to(each, start_s.shape).ravel() for each in rows)
     start, end = start_s.ravel() - first_s, end_s.ravel() - first_s
     end = np.maximum(start, end)
-    return StepTimeline(step, nodes.kinds, *arrays, start, end, np.clip(working_s.ravel(), 0.0, end - start))
+    timeline = StepTimeline(step, nodes.kinds, *arrays, start, end, np.clip(working_s.ravel(), 0.0, end - start))
+    never = (
+        nodes.kinds.index(PAUSE) if PAUSE in nodes.kinds else -1
+    )  # each rank has a node for pauses, had it any or not
+    return timeline.only((timeline.kind != never) | (end > start))
 
 
 # --- the trace for Perfetto
