@@ -175,7 +175,7 @@ def test_page_of_many_ranks_stays_small():
     assert sum(len(row) // 4 for row in lanes) <= MOST_OPERATIONS
     assert str(data["typical"]) in data["timelines"]
     for one in data["timelines"].values():
-        assert one["slowest"] == 1 and 1 in one["dp_ranks"] and len(one["dp_ranks"]) == 16
+        assert one["last"] == 1 and 1 in one["dp_ranks"] and len(one["dp_ranks"]) == 16
 
 
 # --- in a browser
@@ -207,7 +207,7 @@ def test_page_draws_in_a_browser_without_a_word_on_the_console(tmp_path):
     dom, console = browse(file, tmp_path, "--dump-dom")
     assert not console
     assert 'data-drawn="yes"' in dom and "data-broken" not in dom
-    assert "DP rank 1, the slowest" in dom and re.search(r"s recorded, .*s ideal: \d\.\d+ times", dom)
+    assert "DP rank 1, the last to finish" in dom and re.search(r"s recorded, .*s ideal: \d\.\d+ times", dom)
 
 
 def test_page_answers_keys_and_selections(tmp_path):

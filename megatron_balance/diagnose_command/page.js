@@ -295,8 +295,8 @@
     const before = select.value;
     select.replaceChildren();
     if (!one) return;
-    one.dp_ranks.forEach((rank, place) => option(select, place, "DP rank " + rank + (rank === one.slowest ? ", the slowest" : "")));
-    select.value = before !== "" && Number(before) < one.dp_ranks.length ? before : String(Math.max(0, one.dp_ranks.indexOf(one.slowest)));
+    one.dp_ranks.forEach((rank, place) => option(select, place, "DP rank " + rank + (rank === one.last ? ", the last to finish" : "")));
+    select.value = before !== "" && Number(before) < one.dp_ranks.length ? before : String(Math.max(0, one.dp_ranks.indexOf(one.last)));
   }
 
   function draw() {

@@ -210,7 +210,7 @@ def _data(report: Report, replay: Replay) -> dict[str, Any]:
         "ideal": _rounded(slowdown.ideal_s, 6),
         "workers": _rounded(slowdown.by_worker.ravel(), 4),
         "by_step": [_rounded(each.ravel(), 3) for each in slowdown.by_worker_per_step],
-        "timelines": {str(step): _timeline(report, step_timelines(replay, step), dp_ranks) for step in steps},
+        "timelines": {str(step): _timeline(step_timelines(replay, step), dp_ranks, stages) for step in steps},
     }
 
 
@@ -218,13 +218,13 @@ def _rounded(values: np.ndarray, places: int) -> list[float]:
     return np.round(values, places).tolist()
 
 
-def _timeline(report: Report, both: Mapping[str, StepTimeline], dp_ranks: np.ndarray) -> dict[str, Any]:
-    slowdown = report.diagnosis.slowdown
-    place = int(np.searchsorted(slowdown.steps, both[REAL].step))
-    of_rank = np.nan_to_num(slowdown.by_worker_per_step[place]).max(axis=0)
-    shown: dict[str, Any] = {"dp_ranks": dp_ranks.tolist(), "slowest": int(dp_ranks[np.argmax(of_rank[dp_ranks])])}
+def _timeline(both: Mapping[str, StepTimeline], dp_ranks: np.ndarray, stages: int) -> dict[str, Any]:
+    last = both[REAL].last_dp_rank
+    if last not in dp_ranks:
+        dp_ranks = np.sort(np.append(dp_ranks[:-1], last))
+    shown: dict[str, Any] = {"dp_ranks": dp_ranks.tolist(), "last": last}
     for name in (REAL, IDEAL):
-        shown[name] = [_rows(both[name], int(dp_rank), len(slowdown.by_worker)) for dp_rank in dp_ranks]
+        shown[name] = [_rows(both[name], int(dp_rank), stages) for dp_rank in dp_ranks]
         shown[f"{name}_s"] = round(both[name].step_s, 6)
     return shown
 

@@ -26,7 +26,7 @@ def picture(report: Report, timelines: Mapping[str, StepTimeline]) -> bytes:
 
     Args:
         report: what was found.
-        timelines: ``real`` and ``ideal``, of one step; drawn for its slowest data-parallel rank.
+        timelines: ``real`` and ``ideal``, of one step; drawn for the data-parallel rank that finishes last.
     """
     from matplotlib.figure import Figure
 
@@ -128,13 +128,11 @@ def _whole_stage_ticks(axes: Any, stages: int) -> None:
 
 
 def _timelines(figure: Any, report: Report, timelines: Mapping[str, StepTimeline]) -> None:
-    slowdown, step = report.diagnosis.slowdown, timelines[REAL].step
-    place = int(np.searchsorted(slowdown.steps, step))
-    dp_rank = int(np.argmax(np.nan_to_num(slowdown.by_worker_per_step[place]).max(axis=0)))
+    step, dp_rank = timelines[REAL].step, timelines[REAL].last_dp_rank
     panels = figure.subplots(2, 1, sharex=True)
     words = {REAL: f"Step {step} as recorded, DP rank {dp_rank}", IDEAL: "The same if nothing straggled"}
     for axes, name in zip(panels, (REAL, IDEAL), strict=True):
-        _panel(axes, timelines[name], dp_rank, slowdown.by_worker.shape[0])
+        _panel(axes, timelines[name], dp_rank, report.diagnosis.slowdown.by_worker.shape[0])
         _titled(axes, f"{words[name]}: {seconds(timelines[name].step_s)}")
     panels[-1].set_xlim(0, 1.005 * max(timeline.step_s for timeline in timelines.values()))
     panels[-1].set_xlabel("seconds since the step began", color=_INK)

@@ -62,6 +62,12 @@ class StepTimeline:
         return np.isin(self.kind, [place for place, name in enumerate(self.kinds) if name in COMPUTE])
 
     @property
+    def last_dp_rank(self) -> int:
+        """The data-parallel rank whose passes end last: all others wait for it."""
+        end_s = np.where(self.computes, self.end_s, -np.inf)
+        return int(self.dp_rank[np.argmax(end_s)])
+
+    @property
     def transfers(self) -> np.ndarray:
         """Which operations are transfers between stages."""
         return np.isin(self.kind, [place for place, name in enumerate(self.kinds) if name in TRANSFERS])
