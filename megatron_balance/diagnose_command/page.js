@@ -203,7 +203,7 @@
       const group = data.groups[kind];
       pen.fillStyle = fills[group];
       pen.fillRect(x, top, wide > 3 ? wide - 0.6 : wide, lane - 2);
-      if (wide > 18 && lane >= 14 && microbatch >= 0) write(pen, String(microbatch), x + wide / 2, top + lane / 2 - 1, c.card, "center");
+      if (wide > 18 && lane >= 14 && microbatch >= 0) write(pen, String(microbatch), x + wide / 2, top + lane / 2 - 1, group === 1 ? "#14171c" : c.card, "center");
       lanes.bars.push([x, top, wide, lane, kind, microbatch, length, pp]);
     }
   }
