@@ -183,7 +183,7 @@ def _examined(path: str, meta: str | None, layers: tuple[int, ...] | None) -> _F
         advance(1)
         slowdown = slowdown_of(trace, replay)
         advance(1)
-        found = diagnose(trace, slowdown)
+        found = diagnose(trace, slowdown, replay=replay, layers=layers)
         advance(1)
     return _Found(Report(trace, found), replay, layers)
 
@@ -214,6 +214,11 @@ def _summary(path: str, meta: str | None, layers: tuple[int, ...] | None) -> Sum
 
 
 def _write_files(options: argparse.Namespace, found: _Found, step: int) -> None:
+    if options.costs is not None and found.layers is not None:
+        from megatron_balance.costs.table import save_costs
+        from megatron_balance.diagnosis.diagnose import recorded_split
+
+        save_costs(options.costs, recorded_split(found.report.trace, found.layers, found.replay).table())
     if options.html is not None:
         from megatron_balance.diagnose_command.page import page
 

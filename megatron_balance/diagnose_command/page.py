@@ -102,11 +102,14 @@ def _tile(figure: str, words: str) -> str:
 def _causes(report: Report) -> str:
     shares = sorted(report.diagnosis.causes.items(), key=lambda one: -one[1])
     rows = [(name, share, "cause") for name, share in shares] + [("no name", report.unnamed, "rest")]
+    alone = {name: signed_percent(one - 1) for name, one in report.diagnosis.by_cause.items() if np.isfinite(one)}
+    heads = "".join(f'<th scope="col">{name}</th>' for name in ("cause", "share", "gain without it", ""))
     lines = "".join(
-        f'<tr><th scope="row">{_escaped(name)}</th><td class="number">{percent(share)}</td><td>{_bars([(share, kind)])}</td></tr>'
+        f'<tr><th scope="row">{_escaped(name)}</th><td class="number">{percent(share)}</td>'
+        f'<td class="number">{alone.get(name, "")}</td><td>{_bars([(share, kind)])}</td></tr>'
         for name, share, kind in rows
     )
-    return f'<table class="causes"><tbody>{lines}</tbody></table>'
+    return f'<table class="causes"><thead><tr>{heads}</tr></thead><tbody>{lines}</tbody></table>'
 
 
 def _stages(report: Report) -> str:

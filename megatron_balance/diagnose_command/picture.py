@@ -47,7 +47,7 @@ def picture(report: Report, timelines: Mapping[str, StepTimeline]) -> bytes:
 
 
 def _headline(report: Report) -> str:
-    fix = f"; {signed_percent(report.diagnosis.fixes[0].gain)} predicted" if report.diagnosis.fixes else ""
+    fix = f"; the fix: {signed_percent(report.diagnosis.fixes[0].gain)} predicted" if report.diagnosis.fixes else ""
     return _plain(f"{report.headline}{fix}\n{_shortened(report.name)}: {report.sizes}")
 
 

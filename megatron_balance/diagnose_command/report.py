@@ -87,8 +87,9 @@ class Report:
         Keys: ``job`` (name and sizes), ``problems`` (what is missing or odd; what is said is then ``partial``); ``S``, ``S_t``
         (by kind of operation), ``S_w`` (rows: PP ranks, columns: DP ranks), ``S_stage``, ``S_dp`` (whole ranks), ``M_S``,
         ``M_W``; ``steps`` (number, seconds recorded, replayed and ideal); ``stages`` (seconds of a micro-batch); ``causes``
-        (share of the slowdown), ``verdict``, ``worker``; ``waste_gpu_hours``, ``waste_per_day_gpu_hours``; ``checklist``; ``fix``
-        (the best one or null) and ``fixes``. What cannot be measured is null.
+        (share of the slowdown), ``by_cause`` (the step over the step without it, all else as it was), ``verdict``,
+        ``worker``; ``waste_gpu_hours``, ``waste_per_day_gpu_hours``; ``checklist``; ``fix`` (the best one or null) and
+        ``fixes``. What cannot be measured is null.
         """
         trace, found, slowdown = self.trace, self.diagnosis, self.diagnosis.slowdown
         sizes = trace.job.topology
@@ -120,6 +121,7 @@ class Report:
                 ],
                 "stages": {"forward_s": forward_s, "backward_s": backward_s},
                 "causes": dict(found.causes),
+                "by_cause": dict(found.by_cause),
                 "verdict": list(found.verdict),
                 "worker": None
                 if found.worker is None

@@ -127,11 +127,14 @@ def _workers(report: Report) -> Iterator[RenderableType]:
 
 
 def _causes(report: Report) -> Table:
-    table = _table("Causes, shares of the slowdown", "", "")
-    table.columns[1].justify = "right"
+    table = _table("Causes, shares of the slowdown", "", "gain without it", "")
+    table.columns[1].justify = table.columns[2].justify = "right"
     for name, share in sorted(report.diagnosis.causes.items(), key=lambda one: -one[1]):
-        table.add_row(name, percent(share), Text(_bar(share), "cyan"))
-    table.add_row("no name", percent(report.unnamed), Text(_bar(report.unnamed), "dim"))
+        alone = report.diagnosis.by_cause.get(name)
+        table.add_row(
+            name, percent(share), "" if alone is None else signed_percent(alone - 1), Text(_bar(share), "cyan")
+        )
+    table.add_row("no name", percent(report.unnamed), "", Text(_bar(report.unnamed), "dim"))
     return table
 
 
