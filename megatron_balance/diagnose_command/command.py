@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -44,8 +45,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--layers",
+        action="append",
+        default=[],
         metavar="N,N,...",
-        help="transformer layers of each stage, stage 0 first (9,9,9,9): what a new split is reckoned from",
+        help="transformer layers of each stage, stage 0 first (9,9,9,9): what a new split is reckoned from; with --before and"
+        " --after once for the first, or twice, in this order",
     )
     compare = parser.add_argument_group("comparison, in place of TRACE")
     compare.add_argument("--before", metavar="A", help="a trace, or the .json of a report, from before a change")
@@ -84,10 +88,10 @@ def diagnose(options: argparse.Namespace) -> int:
         BalanceError: the user's mistake.
     """
     _check(options)
-    layers = None if options.layers is None else _layers(options.layers)
+    layers = [*map(_layers, options.layers), None, None]
     if options.before is not None:
         return _compare(options, layers)
-    found = _examined(options.trace, options.meta[0] if options.meta else None, layers)
+    found = _examined(options.trace, options.meta[0] if options.meta else None, layers[0])
     step = _step(options.step, found.report)
     _write_files(options, found, step)
     _show(options, found.report)
@@ -104,12 +108,13 @@ def _check(options: argparse.Namespace) -> None:
     if (options.trace is None) == (options.before is None):
         raise BalanceError("name one TRACE (a .parquet file, or a folder of them), or --before A --after B")
     most = 1 if options.before is None else 2
-    if len(options.meta) > most:
-        raise BalanceError(f"--meta is given {len(options.meta)} times, for {most} trace{'s' * (most > 1)}")
+    for flag, values in (("--meta", options.meta), ("--layers", options.layers)):
+        if len(values) > most:
+            raise BalanceError(f"{flag} is given {len(values)} times, for {most} trace{'s' * (most > 1)}")
     given = {flag: getattr(options, flag) for flag in _OUTPUTS if getattr(options, flag) not in (None, _STDOUT)}
     if options.before is not None and (only := sorted({*given} - {"json"})):
         raise BalanceError(f"--{only[0]} is of one trace: leave out --before and --after")
-    if options.costs is not None and options.layers is None:
+    if options.costs is not None and not options.layers:
         raise BalanceError("--costs needs --layers, the transformer layers of each stage: --layers 9,9,9,9")
     if options.step is not None and options.timeline is None and options.picture is None:
         raise BalanceError("--step is for --timeline and --picture: name one of them")
@@ -193,13 +198,11 @@ def _check_layers(layers: tuple[int, ...] | None, stages: int) -> None:
         raise BalanceError(f"--layers names {len(layers)} stages, the trace has {stages}: give a number for each")
 
 
-def _compare(options: argparse.Namespace, layers: tuple[int, ...] | None) -> int:
+def _compare(options: argparse.Namespace, layers: Sequence[tuple[int, ...] | None]) -> int:
     from megatron_balance.diagnose_command.comparison import Comparison
 
     metas = (options.meta * 2)[:2] if len(options.meta) == 1 else options.meta or [None, None]
-    before, after = (
-        _summary(path, meta, layers) for path, meta in zip((options.before, options.after), metas, strict=True)
-    )
+    before, after = (_summary(*one) for one in zip((options.before, options.after), metas, layers[:2], strict=True))
     _show(options, Comparison(before, after))
     return 0
 
