@@ -51,7 +51,7 @@ class Replay:
         nodes: the operations of a step, by kind, pipeline rank, chunk and micro-batch.
         lanes: data-parallel ranks whose operations are all there, int64 [lanes].
         groups: the operations in an order in which each comes after what it waits for.
-        start_s, end_s: as recorded, in seconds since the step began, shape [steps, nodes, lanes].
+        start_s, end_s: as recorded, on the trace's clock, shape [steps, nodes, lanes].
         actual_s: durations, of transfers and collectives only what follows the last peer's start; [steps, nodes, lanes].
         ideal_s: durations when nothing straggles: the mean of their kind, for communication the median; [nodes].
     """
@@ -65,13 +65,11 @@ class Replay:
         start_s, end_s = (cells.table(values)[:, :, self.lanes] for values in (trace.start_s, trace.end_s))
         if np.isnan(start_s).any() or cells.place.size != start_s.size:
             raise BalanceError("the trace lacks operations of some steps or has some twice")
-        began_s = start_s.min(axis=(1, 2), keepdims=True)
-        start_s, end_s = start_s - began_s, end_s - began_s
         names = ("kind", "stage", "chunk", "microbatch", "order")
         labels = {name: getattr(cells, name) for name in names}
         kinds = trace.kinds
         if PAUSE in kinds:
-            pauses = _Pauses.of(trace, cells, self.lanes, start_s, end_s, began_s.ravel())
+            pauses = _Pauses.of(trace, cells, self.lanes, start_s, end_s)
             start_s, end_s = np.concatenate([start_s, pauses.start_s], 1), np.concatenate([end_s, pauses.end_s], 1)
             stages = trace.job.topology.pipeline_size
             more = (kinds.index(PAUSE), np.arange(stages), -1, -1, 0)
@@ -270,7 +268,6 @@ class _Pauses:
         lanes: np.ndarray,
         start_s: np.ndarray,
         end_s: np.ndarray,
-        began_s: np.ndarray,
     ) -> _Pauses:
         """A pause inside a pass is part of that pass and not counted again; those between passes count after the last."""
         stages = trace.job.topology.pipeline_size
@@ -281,7 +278,7 @@ class _Pauses:
         known = (cells.steps[step_at] == trace.step[rows]) & (lanes[lane] == trace.dp_rank[rows])
         rows, step, lane = rows[known], step_at[known], lane[known]
         stage = trace.pp_rank[rows].astype(np.int64)
-        first_s, last_s = trace.start_s[rows] - began_s[step], trace.end_s[rows] - began_s[step]
+        first_s, last_s = trace.start_s[rows], trace.end_s[rows]
         is_pass = cells.chunk >= 0
         is_pass &= np.array([name.endswith("compute") for name in trace.kinds], dtype=bool)[cells.kind]
         begun = np.full((cells.steps.size, stages, lanes.size), -np.inf)
