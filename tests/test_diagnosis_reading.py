@@ -96,6 +96,17 @@ def test_sequences(trace, tmp_path):
         assert (getattr(sequences, name) == factor * (100 * step + 10 * lane + microbatch)).all()
 
 
+def test_undivided_rows_are_one_sequence(trace, tmp_path):
+    table = table_of(trace)
+    forward = np.array([name == "forward-compute" for name in table["optype"].to_pylist()])
+    table = table.append_column("tokens", pyarrow.array(np.full(forward.size, 32), mask=~forward))
+    for name in LENGTHS[1:]:
+        table = table.append_column(name, pyarrow.nulls(forward.size, pyarrow.int64()))
+    parquet.write_table(table, tmp_path / "job.parquet")
+    sequences = read_trace(tmp_path / "job.parquet").sequences
+    assert [np.unique(getattr(sequences, name)).tolist() for name in LENGTHS] == [[32], [32], [1024]]
+
+
 # --- partial
 
 

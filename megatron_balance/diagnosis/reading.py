@@ -391,23 +391,28 @@ def _job(
 
 
 def _sequences(table: pyarrow.Table, kept: np.ndarray | slice, trace: Trace, problems: list[str]) -> Sequences | None:
-    """What the micro-batches hold, where forward passes of any pipeline rank say it."""
+    """What the micro-batches hold, where forward passes of any pipeline rank say it.
+
+    Where only their tokens are told, nothing divides their rows: each holds ``micro_batch_size`` sequences of one length.
+    """
     if any(name not in table.column_names for name in LENGTHS):
         return None
     topology, steps = trace.job.topology, trace.steps
     columns = [_whole(table[name])[kept] for name in LENGTHS]
-    rows = np.flatnonzero(np.all([column >= 0 for column in columns], axis=0) & (trace.microbatch >= 0))
+    rows = np.flatnonzero((columns[0] >= 0) & (trace.microbatch >= 0))
     if not rows.size:
         return None
     shape = (steps.size, topology.num_microbatches, topology.data_size)
     place = (np.searchsorted(steps, trace.step[rows]), trace.microbatch[rows], trace.dp_rank[rows])
-    values = []
-    for column in columns:
-        table_of = np.full(shape, -1, dtype=np.int64)
-        table_of[place] = column[rows]
-        values.append(table_of)
-    lacking = int((values[0] < 0).sum())
+    tokens, longest, squares = (np.full(shape, -1, dtype=np.int64) for _ in LENGTHS)
+    for values, column in zip((tokens, longest, squares), columns, strict=True):
+        values[place] = column[rows]
+    lacking = int((tokens < 0).sum())
     if lacking:
-        problems.append(f"{lacking} of {values[0].size} micro-batches have no lengths: none are used")
+        problems.append(f"{lacking} of {tokens.size} micro-batches have no lengths: none are used")
         return None
-    return Sequences(*values)
+    undivided = (longest < 0) | (squares < 0)
+    rows_of = topology.micro_batch_size
+    longest[undivided] = -(-tokens[undivided] // rows_of)
+    squares[undivided] = tokens[undivided] ** 2 // rows_of
+    return Sequences(tokens, longest, squares)
