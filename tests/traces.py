@@ -55,7 +55,11 @@ def public_trace(name: str) -> Trace:
 
 
 def made_trace(
-    topology: Topology, forward_s: np.ndarray, backward_s: np.ndarray, sequences: Sequences | None = None
+    topology: Topology,
+    forward_s: np.ndarray,
+    backward_s: np.ndarray,
+    sequences: Sequences | None = None,
+    labelled: bool = False,
 ) -> Trace:
     """A trace whose passes last as given and whose transfers take no time.
 
@@ -63,6 +67,7 @@ def made_trace(
         topology: sizes; the trace has ``data_size`` replicas.
         forward_s, backward_s: seconds of each pass, shape [steps, DP, stages, M] or what broadcasts to [1 or more, ...].
         sequences: what the micro-batches hold.
+        labelled: transfers tell chunk and micro-batch of their pass, which those of the published traces do not.
     """
     shape = (topology.data_size, topology.num_stages, topology.num_microbatches)
     steps = max(np.shape(forward_s)[0] if np.ndim(forward_s) == 4 else 1, 1)
@@ -75,7 +80,7 @@ def made_trace(
             timeline = simulator.timeline(forward_s[step, lane], backward_s[step, lane])
             starts[step, lane], ends[step, lane] = timeline.start_s.ravel(), timeline.end_s.ravel()
     starts, ends = starts + GATHER_S, ends + GATHER_S
-    parts = [_passes(topology, order, starts, ends), *hops.rows(starts, ends), *_once(topology, ends)]
+    parts = [_passes(topology, order, starts, ends), *hops.rows(starts, ends, labelled), *_once(topology, ends)]
     columns = [np.concatenate([part[number].ravel() for part in parts]) for number in range(8)]
     kind, step, dp_rank, pp_rank, chunk, microbatch, start_s, end_s = columns
     return Trace(
@@ -133,7 +138,7 @@ class _Hops:
     def __init__(self, topology: Topology, order: Order) -> None:
         ranks, each = order.chunk.shape
         slots = np.arange(order.chunk.size)
-        self.topology = topology
+        self.order = order
         self.rank = slots // each
         self.is_backward = order.is_backward.ravel()
         stage = order.chunk.ravel() * ranks + self.rank
@@ -161,7 +166,7 @@ class _Hops:
             return int(first + same[-1])
         return int(slot - 2) if self.is_backward[slot] and slot - first >= 2 else -1
 
-    def rows(self, starts: np.ndarray, ends: np.ndarray) -> list[tuple[np.ndarray, ...]]:
+    def rows(self, starts: np.ndarray, ends: np.ndarray, labelled: bool) -> list[tuple[np.ndarray, ...]]:
         if not self.receiver.size:
             return []
         padded = np.concatenate([ends, np.zeros((*ends.shape[:-1], 1))], axis=-1)
@@ -173,8 +178,12 @@ class _Hops:
             shape = (*starts.shape[:2], int(mine.sum()))
             way = "backward" if back else "forward"
             for end, slots, begun_s in (("recv", self.receiver, posted_s), ("send", self.sender, sent_s)):
-                rank = self.rank[slots[mine]]
-                rows.append(_part(f"{way}-{end}", shape, rank, -1, -1, begun_s[..., mine], done_s[..., mine]))
+                slots = slots[mine]
+                labels = (
+                    (self.order.chunk.ravel()[slots], self.order.microbatch.ravel()[slots]) if labelled else (-1, -1)
+                )
+                times = begun_s[..., mine], done_s[..., mine]
+                rows.append(_part(f"{way}-{end}", shape, self.rank[slots], *labels, *times))
         return rows
 
 

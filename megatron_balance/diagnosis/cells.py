@@ -167,11 +167,6 @@ def _check_stages(trace: Trace, cells: Cells, usual: np.ndarray) -> None:
 
 def _without(trace: Trace, cells: Cells, counts: np.ndarray, usual: np.ndarray, good: np.ndarray) -> Trace:
     problems = list(trace.problems)
-    if not usual.all():
-        names = sorted({trace.kinds[kind] for kind in cells.kind[~usual]})
-        problems.append(
-            f"{int((~usual).sum())} operations ({', '.join(names)}) are in fewer than half of the steps and are left out"
-        )
     twice = (counts > 1).any(axis=(1, 2))
     lanes_ok = good.mean(axis=0) >= 0.5
     if twice.all() and not lanes_ok.any():
@@ -197,6 +192,12 @@ def _without(trace: Trace, cells: Cells, counts: np.ndarray, usual: np.ndarray, 
         problems.append(f"{lost.size} of {steps_ok.size} steps ({_some(lost)}) have {why}, and are left out")
     if not steps_ok.any():
         raise BalanceError(f"none of the {steps_ok.size} steps has all its operations once: {problems[-1]}")
+    rare = ~usual & counts[np.ix_(steps_ok, np.ones(usual.size, dtype=bool), lanes_ok)].any(axis=(0, 2))
+    if rare.any():
+        names = sorted({trace.kinds[kind] for kind in cells.kind[rare]})
+        problems.append(
+            f"{int(rare.sum())} operations of a step ({', '.join(names)}) are in fewer than half of the steps and are left out"
+        )
     keep = np.zeros(trace.kind.size, dtype=bool)
     keep[cells.rows] = usual[cells.row_node]
     if PAUSE in trace.kinds:

@@ -44,6 +44,8 @@ TAIL = (
     GATHER,
 )  # where two start at once, in this order
 
+_ROUNDING_S = 1e-3  # by which what waits may seem to begin before what it waits for has ended
+
 
 def is_exchange(name: str) -> bool:
     """Whether an operation moves data between ranks once all of them have started it."""
@@ -139,6 +141,18 @@ def _scheduled(nodes: Nodes, topology: Topology) -> list[list[int]]:
     return turns
 
 
+def _behind(topology: Topology) -> dict[tuple[int, int, int], tuple[int, int]]:
+    """Chunk and micro-batch of the backward pass in each combined pass, by its pipeline rank and what its forward pass has."""
+    order = schedule_order(topology)
+    return {
+        (int(rank), int(order.chunk[rank, at]), int(order.microbatch[rank, at])): (
+            int(order.chunk[rank, at + 1]),
+            int(order.microbatch[rank, at + 1]),
+        )
+        for rank, at in zip(*np.nonzero(order.combined), strict=True)
+    }
+
+
 class _Builder:
     """Collects what each operation waits for and whom it moves data with."""
 
@@ -147,6 +161,7 @@ class _Builder:
     ) -> None:
         self.nodes, self.topology, self.passes = nodes, topology, passes
         self.start_s, self.end_s = start_s, end_s
+        self.behind = _behind(topology) if COMBINED in nodes.kinds else {}
         self.waits: list[list[int]] = [[] for _ in range(nodes.kind.size)]
         self.partners: list[list[int]] = []
         self.transfers: dict[tuple[str, int, int, int], int] = {}
@@ -168,8 +183,15 @@ class _Builder:
     def _of_direction(self, stage: int, direction: str) -> list[int]:
         return [node for node in self.passes[stage] if self._kind(node) in (direction, COMBINED)]
 
-    def _global_stage(self, node: int) -> int:
-        return int(self.nodes.chunk[node]) * self.topology.pipeline_size + int(self.nodes.stage[node])
+    def _label(self, node: int, direction: str) -> tuple[int, int]:
+        """Chunk and micro-batch of a pass in this direction."""
+        own = int(self.nodes.chunk[node]), int(self.nodes.microbatch[node])
+        if direction == BACKWARD and self._kind(node) == COMBINED:
+            return self.behind.get((int(self.nodes.stage[node]), *own), own)
+        return own
+
+    def _global_stage(self, node: int, direction: str) -> int:
+        return self._label(node, direction)[0] * self.topology.pipeline_size + int(self.nodes.stage[node])
 
     def _match_transfers(self, stage: int) -> None:
         """Tell which pass each transfer of a rank is for."""
@@ -180,35 +202,35 @@ class _Builder:
             for end, without in (("recv", first_stage), ("send", last_stage)):
                 turn = self.nodes.of(f"{way}-{end}", stage)
                 self._chain(turn)
-                matched = self._match(turn, passes, without, end == "recv")
-                for transfer, at in matched:
+                labels = [self._label(node, direction) for node in passes]
+                places = [chunk * self.topology.pipeline_size + stage for chunk, _ in labels]
+                with_peer = [at for at, place in enumerate(places) if place != without]
+                for transfer, at in self._match(turn, labels, with_peer, end == "recv"):
                     self._attach(transfer, passes, at, end == "recv")
-                    if self._global_stage(passes[at]) != without:
-                        key = (way, end, self._global_stage(passes[at]), int(self.nodes.microbatch[passes[at]]))
-                        self.transfers[key] = transfer
+                    if places[at] != without:
+                        self.transfers[(way, end, places[at], labels[at][1])] = transfer
         self._first_backward(stage)
 
-    def _match(self, turn: list[int], passes: list[int], without: int, receives: bool) -> list[tuple[int, int]]:
-        """Pairs of a transfer and the place of its pass in ``passes``: by their labels, or else one after the other.
+    def _match(
+        self, turn: list[int], labels: list[tuple[int, int]], with_peer: list[int], receives: bool
+    ) -> list[tuple[int, int]]:
+        """Pairs of a transfer and the place of its pass: by the transfers' labels, or else one after the other.
 
         Recorders note transfers for all passes, for those that have a peer, or (receiving) for all but the first.
         """
         if all(self.nodes.microbatch[node] >= 0 and self.nodes.chunk[node] >= 0 for node in turn):
-            place = {
-                (int(self.nodes.chunk[node]), int(self.nodes.microbatch[node])): at for at, node in enumerate(passes)
-            }
-            labels = [(int(self.nodes.chunk[node]), int(self.nodes.microbatch[node])) for node in turn]
-            return [(node, place[label]) for node, label in zip(turn, labels, strict=True) if label in place]
-        with_peer = [at for at, node in enumerate(passes) if self._global_stage(node) != without]
+            place = {label: at for at, label in enumerate(labels)}
+            own = [(int(self.nodes.chunk[node]), int(self.nodes.microbatch[node])) for node in turn]
+            return [(node, place[label]) for node, label in zip(turn, own, strict=True) if label in place]
         if len(turn) == len(with_peer):
             return list(zip(turn, with_peer, strict=True))
-        if len(turn) == len(passes):
+        if len(turn) == len(labels):
             return [(node, at) for at, node in enumerate(turn)]
-        if receives and len(turn) == len(passes) - 1:
+        if receives and len(turn) == len(labels) - 1:
             return [(node, at + 1) for at, node in enumerate(turn)]
         raise BalanceError(
             f"{len(turn)} transfers of one direction on pipeline rank {int(self.nodes.stage[turn[0]])} fit neither its "
-            f"{len(passes)} passes nor the {len(with_peer)} that have a peer: rows are missing from the trace"
+            f"{len(labels)} passes nor the {len(with_peer)} that have a peer: rows are missing from the trace"
         )
 
     def _attach(self, transfer: int, passes: list[int], at: int, receives: bool) -> None:
@@ -221,12 +243,13 @@ class _Builder:
 
     def _first_backward(self, stage: int) -> None:
         passes = self.passes[stage]
-        first = next((at for at, node in enumerate(passes) if self._kind(node) == BACKWARD), 0)
-        if first < 2:
+        first = next((at for at, node in enumerate(passes) if self._kind(node) != FORWARD), 0)
+        before = first - (2 if self._kind(passes[first]) == BACKWARD else 1) if passes else -1
+        if before < 0:
             return
         for end in ("recv", "send"):
             for transfer in self.nodes.of(f"backward-{end}", stage)[:1]:
-                self.waits[transfer].append(passes[first - 2])
+                self.waits[transfer].append(passes[before])
 
     def _pair_transfers(self) -> None:
         """Pair what is sent with what is received; where neither is recorded, a pass waits for the pass before it."""
@@ -235,7 +258,8 @@ class _Builder:
         for stage in range(topology.pipeline_size):
             for direction in (FORWARD, BACKWARD):
                 for node in self._of_direction(stage, direction):
-                    ends[(direction.split("-")[0], self._global_stage(node), int(self.nodes.microbatch[node]))] = node
+                    which = self._label(node, direction)[1]
+                    ends[(direction.split("-")[0], self._global_stage(node, direction), which)] = node
         for (way, stage, microbatch), node in ends.items():
             source = stage + (-1 if way == "forward" else 1)
             sender = ends.get((way, source, microbatch))
@@ -257,20 +281,18 @@ class _Builder:
         for gather in self._first_of_chunk(reversed(self.nodes.of(GATHER, stage))):
             chunk = self.nodes.chunk[gather]
             passes = [node for node in self._of_direction(stage, FORWARD) if chunk in (-1, self.nodes.chunk[node])]
-            if passes and self.start_s[gather] <= self.start_s[passes[0]]:
+            if passes and self.end_s[gather] <= self.start_s[passes[0]] + _ROUNDING_S:
                 self.waits[passes[0]].append(gather)
-        self.early: set[int] = set()
-        scatters = self.nodes.of(SCATTER, stage)
-        if any(self.start_s[node] < last_pass_s for node in scatters) or self.nodes.of(SEPARATE, stage):
-            self.early = set(scatters)
-            for scatter in self._first_of_chunk(scatters):
-                chunk = self.nodes.chunk[scatter]
-                passes = [node for node in self._of_direction(stage, BACKWARD) if chunk in (-1, self.nodes.chunk[node])]
-                passes = (
-                    passes if chunk >= 0 else [node for node in passes if self.end_s[node] <= self.start_s[scatter]]
-                )
-                if passes:
-                    self.waits[scatter].append(passes[-1])
+        scatters = [node for node in self.nodes.of(SCATTER, stage) if self.start_s[node] < last_pass_s]
+        self.early = set(scatters)  # reduced while the pipeline runs
+        for scatter in self._first_of_chunk(scatters):
+            chunk = self.nodes.chunk[scatter]
+            passes = [
+                node for node in self._of_direction(stage, BACKWARD) if chunk in (-1, self._label(node, BACKWARD)[0])
+            ]
+            passes = passes if chunk >= 0 else [node for node in passes if self.end_s[node] <= self.start_s[scatter]]
+            if passes:
+                self.waits[scatter].append(passes[-1])
 
     def _first_of_chunk(self, turn: Iterable[int]) -> list[int]:
         """The first of each chunk in ``turn``."""

@@ -9,6 +9,7 @@ metadata. Nothing in a file is ever executed or unpickled.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 from pathlib import Path
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
 METADATA_KEY = b"megatron_balance"
 COLUMNS = ("dp_rank", "stage", "step", "optype", "start_ts", "duration", "mc", "mb_id")
+RANK = "rank"  # of the job; where tensor- or context-parallel ranks share a worker, the first speaks for them
 LENGTHS = ("tokens", "longest", "squares")
 _META = {  # key of the YAML file: field of Topology
     "pp_size": "pipeline_size",
@@ -36,6 +38,7 @@ _META = {  # key of the YAML file: field of Topology
     "dsp_size": "context_size",
     "dp_size": "data_size",
 }
+_PART = re.compile(r"\.\d{4,}(?=\.parquet$)")
 _MOST_RANKS = 1 << 22
 _MOST_SHOWN = 5
 
@@ -69,6 +72,8 @@ def read_trace(path: str | Path, meta: str | Path | None = None) -> Trace:
 def _files(path: Path) -> list[Path]:
     if path.is_dir():
         files = sorted(file for file in path.iterdir() if file.suffix == ".parquet" and file.is_file())
+        # A recorder that was killed while it joined a rank's parts leaves both.
+        files = [file for file in files if not _PART.search(file.name) or path / _PART.sub("", file.name) not in files]
         if not files:
             raise BalanceError(
                 f"no .parquet file is in the folder {path}: give a trace, or the folder the recorder wrote to"
@@ -93,7 +98,7 @@ def _read_tables(files: list[Path], problems: list[str]) -> pyarrow.Table:
             lacking = [name for name in COLUMNS if name not in names]
             if lacking:
                 raise BalanceError(f"{file} is no trace: it lacks the columns {', '.join(lacking)}")
-            wanted = [*COLUMNS, *(name for name in LENGTHS if name in names)]
+            wanted = [*COLUMNS, *(name for name in (*LENGTHS, RANK) if name in names)]
             table = opened.read(columns=wanted)
         except (pyarrow.ArrowException, OSError, ValueError) as error:
             if isinstance(error, BalanceError):
@@ -258,6 +263,8 @@ def _rows(
     start_s, duration_s = _seconds(table["start_ts"]), _seconds(table["duration"])
     columns = {name: _whole(table[name]) for name in ("dp_rank", "stage", "step", "mc", "mb_id")}
     keep = _sensible(kind, kinds, start_s, duration_s, columns, problems)
+    if RANK in table.column_names:
+        keep &= _speaks(_whole(table[RANK]), columns["dp_rank"], columns["stage"], keep)
     if not keep.any():
         raise BalanceError(f"{path} has no row that makes sense: {problems[-1]}")
     kept: np.ndarray | slice = slice(None) if keep.all() else np.flatnonzero(keep)
@@ -329,6 +336,19 @@ def _sensible(
     return keep
 
 
+def _speaks(rank: np.ndarray, dp_rank: np.ndarray, stage: np.ndarray, keep: np.ndarray) -> np.ndarray:
+    """Whether each row is of the lowest rank of its worker."""
+    if not keep.any():
+        return keep
+    width = int(stage[keep].max()) + 1
+    if (int(dp_rank[keep].max()) + 1) * width > _MOST_RANKS:
+        return np.ones_like(keep)
+    worker = np.where(keep, dp_rank * width + stage, 0)
+    lowest = np.full((int(dp_rank[keep].max()) + 1) * width, np.iinfo(np.int64).max)
+    np.minimum.at(lowest, worker[keep], rank[keep])
+    return rank == lowest[worker]
+
+
 def _job(
     described: dict[str, Any], columns: dict[str, np.ndarray], is_pass: np.ndarray, path: Path, problems: list[str]
 ) -> Job:
@@ -371,23 +391,28 @@ def _job(
 
 
 def _sequences(table: pyarrow.Table, kept: np.ndarray | slice, trace: Trace, problems: list[str]) -> Sequences | None:
-    """What the micro-batches hold, where forward passes of any pipeline rank say it."""
+    """What the micro-batches hold, where forward passes of any pipeline rank say it.
+
+    Where only their tokens are told, nothing divides their rows: each holds ``micro_batch_size`` sequences of one length.
+    """
     if any(name not in table.column_names for name in LENGTHS):
         return None
     topology, steps = trace.job.topology, trace.steps
     columns = [_whole(table[name])[kept] for name in LENGTHS]
-    rows = np.flatnonzero(np.all([column >= 0 for column in columns], axis=0) & (trace.microbatch >= 0))
+    rows = np.flatnonzero((columns[0] >= 0) & (trace.microbatch >= 0))
     if not rows.size:
         return None
     shape = (steps.size, topology.num_microbatches, topology.data_size)
     place = (np.searchsorted(steps, trace.step[rows]), trace.microbatch[rows], trace.dp_rank[rows])
-    values = []
-    for column in columns:
-        table_of = np.full(shape, -1, dtype=np.int64)
-        table_of[place] = column[rows]
-        values.append(table_of)
-    lacking = int((values[0] < 0).sum())
+    tokens, longest, squares = (np.full(shape, -1, dtype=np.int64) for _ in LENGTHS)
+    for values, column in zip((tokens, longest, squares), columns, strict=True):
+        values[place] = column[rows]
+    lacking = int((tokens < 0).sum())
     if lacking:
-        problems.append(f"{lacking} of {values[0].size} micro-batches have no lengths: none are used")
+        problems.append(f"{lacking} of {tokens.size} micro-batches have no lengths: none are used")
         return None
-    return Sequences(*values)
+    undivided = (longest < 0) | (squares < 0)
+    rows_of = topology.micro_batch_size
+    longest[undivided] = -(-tokens[undivided] // rows_of)
+    squares[undivided] = tokens[undivided] ** 2 // rows_of
+    return Sequences(tokens, longest, squares)

@@ -51,7 +51,7 @@ class Replay:
         nodes: the operations of a step, by kind, pipeline rank, chunk and micro-batch.
         lanes: data-parallel ranks whose operations are all there, int64 [lanes].
         groups: the operations in an order in which each comes after what it waits for.
-        start_s, end_s: as recorded, shape [steps, nodes, lanes].
+        start_s, end_s: as recorded, on the trace's clock, shape [steps, nodes, lanes].
         actual_s: durations, of transfers and collectives only what follows the last peer's start; [steps, nodes, lanes].
         ideal_s: durations when nothing straggles: the mean of their kind, for communication the median; [nodes].
     """
@@ -261,7 +261,14 @@ class _Pauses:
     end_s: np.ndarray
 
     @classmethod
-    def of(cls, trace: Trace, cells: Cells, lanes: np.ndarray, start_s: np.ndarray, end_s: np.ndarray) -> _Pauses:
+    def of(
+        cls,
+        trace: Trace,
+        cells: Cells,
+        lanes: np.ndarray,
+        start_s: np.ndarray,
+        end_s: np.ndarray,
+    ) -> _Pauses:
         """A pause inside a pass is part of that pass and not counted again; those between passes count after the last."""
         stages = trace.job.topology.pipeline_size
         rows = np.flatnonzero(trace.kind == trace.kinds.index(PAUSE))
