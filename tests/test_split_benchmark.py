@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megatron_balance.diagnosis.costs import RecordedSplit
 from megatron_balance.errors import BalanceError
 from megatron_balance.schedule.simulate import Simulator
 
@@ -15,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "scripts" / "bench"))
 
 import split_models
 from split_cases import TOLERANCE, Case, PeerRow, cases, even_s, peer_rows, step_s
-from split_trace import RECORDED, Trace, read_trace
+from split_trace import RECORDED, UNSETTLED, read_split
 
 PUBLISHED = [case for case in cases() if case.published_reference is not None]
 
@@ -39,31 +40,34 @@ def test_published_layouts_take_their_published_figures(case: Case) -> None:
 
 
 @pytest.fixture(scope="module")
-def trace() -> Trace:
+def trace() -> RecordedSplit:
     try:
-        return read_trace()
+        return read_split()
     except BalanceError as error:
         pytest.skip(str(error))
 
 
-def test_replaying_recorded_passes_takes_the_recorded_pipelines_time(trace: Trace) -> None:
+def test_replaying_recorded_passes_takes_the_recorded_pipelines_time(trace: RecordedSplit) -> None:
     """Every replica of every step, with what the last stage's transfers take, whose receivers wait for them."""
-    last = (trace.operation == "backward-send") & (trace.stage == trace.topology.pipeline_size - 1)
-    simulator = Simulator(trace.topology, p2p_s=float(np.median((trace.end_s - trace.start_s)[last])))
-    for step in np.unique(trace.step):
-        for replica in np.unique(trace.dp_rank):
-            recorded_s = trace.pipeline_s(step, replica)
-            assert simulator.step_s(*trace.passes_s(step, replica)) == pytest.approx(recorded_s, rel=0.001)
+    replay, passes = read_split(unsettled=0).replay, trace.signals.nodes
+    last = replay.nodes.of("backward-send", 3)
+    sent_s = (replay.end_s - replay.start_s)[UNSETTLED:, last]
+    simulator = Simulator(trace.simulator.topology, p2p_s=float(np.median(sent_s)))
+    recorded_s = replay.end_s[:, passes].max(axis=(1, 2, 3)) - replay.start_s[:, passes].min(axis=(1, 2, 3))
+    assert recorded_s.shape == (32, 2)
+    for step, replica in np.ndindex(recorded_s.shape):
+        seconds = (replay.end_s - replay.start_s)[step, passes, replica]
+        assert simulator.step_s(*seconds) == pytest.approx(recorded_s[step, replica], rel=0.001)
 
 
-def test_costs_of_the_trace_are_those_published(trace: Trace) -> None:
+def test_costs_of_the_trace_are_those_published(trace: RecordedSplit) -> None:
     published = split_models.st_trace_costs()
     for ours, theirs in ((trace.costs.mean_layer, published.mean_layer), (trace.costs.head, published.head)):
         assert (ours.forward_s, ours.backward_s) == pytest.approx((theirs.forward_s, theirs.backward_s), rel=0.02)
 
 
 @pytest.mark.parametrize(("layers", "gain"), [((9, 11, 11, 5), 0.136), ((13, 10, 10, 3), 0.191)])
-def test_whole_step_of_the_trace_gains_what_is_published(trace: Trace, layers: tuple[int, ...], gain: float) -> None:
+def test_whole_step_of_the_trace_gains_what_is_published(trace: RecordedSplit, layers: tuple[int, ...], gain: float) -> None:
     unchanged = trace.step_with_s(layers)
     assert trace.step_s / unchanged - 1 == pytest.approx(gain, abs=TOLERANCE)
     by_layers = trace.simulated_s(layers) + trace.grown_rest_s(layers)

@@ -22,6 +22,7 @@ _FORMAT = "megatron-balance costs"
 _FORMAT_VERSION = 2
 _REMEDY = "measure anew (megatron-balance profile) or pass another"
 _KINDS = ("analytic", "measured", "diagnosed")
+ANY_LAYER = "any"  # in place of a kind of layer: what an average one costs
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,7 @@ class CostTable:
         kind: ``analytic``, ``measured`` or ``diagnosed``.
         device: that the seconds are of.
         embedding: with fetching the batch, which its stage does.
-        layers: by kind of layer, as ``LayerKind`` writes it.
+        layers: by kind of layer, as ``LayerKind`` writes it, or for ``ANY_LAYER``, as in costs of a trace.
         head: final norm, output layer and loss, the latter two once more for each multi-token-prediction depth.
         update_s_per_parameter: seconds of a step outside its micro-batches (zeroing gradients, their norm, optimizer) for
             each parameter of a rank; None where they are not known.
@@ -112,12 +113,8 @@ class CostTable:
             BalanceError: the model has a kind of layer that is not here.
         """
         names = [str(kind) for kind in model.layers]
-        if missing := sorted({*names} - {*self.layers}):
-            raise BalanceError(
-                f"the costs are of {', '.join(self.layers)} layers, but the model has {missing[0]} ones too"
-            )
         recomputed = model.recompute.full_share(model.num_layers, topology.num_stages)
-        layers = {name: self._layer(costs, recomputed) for name, costs in self.layers.items()}
+        layers = {name: self._layer(self.layer(name), recomputed) for name in dict.fromkeys(names)}
         return ChainCosts(
             embedding=self._element(self.embedding),
             layers=tuple(layers[name] for name in names),
@@ -125,6 +122,16 @@ class CostTable:
             source=self.source,
             mtp=self._element(self.mtp) if self.mtp else ElementCost(0.0, 0.0),
         )
+
+    def layer(self, kind: str) -> LayerRow:
+        """The costs of a kind of layer.
+
+        Raises:
+            BalanceError: it is not here, nor what an average layer costs.
+        """
+        if (row := self.layers.get(kind, self.layers.get(ANY_LAYER))) is None:
+            raise BalanceError(f"the costs are of {', '.join(self.layers)} layers, but the model has {kind} ones too")
+        return row
 
     @property
     def source(self) -> str:
@@ -150,14 +157,14 @@ class CostTable:
         return replace(self, layers={kind: _with_less(row, sequences) for kind, row in self.layers.items()})
 
     def check_fits(self, holds_for: Mapping[str, Scalar], name: str) -> None:
-        """Refuse costs of another model.
+        """Refuse costs of another model; those of a trace hold for whatever they do not name.
 
         Raises:
             BalanceError: names what differs.
         """
         differences = [
             f"{key} is {holds_for.get(key)!r} here, {self.holds_for.get(key)!r} there"
-            for key in sorted({*holds_for, *self.holds_for})
+            for key in sorted({*self.holds_for} if self.kind == "diagnosed" else {*holds_for, *self.holds_for})
             if holds_for.get(key) != self.holds_for.get(key)
         ]
         if differences:
@@ -187,6 +194,8 @@ class CostTable:
 
 def _with_less(row: LayerRow, sequences: float) -> LayerRow:
     """``row`` without the attention over so many sequences of its own length."""
+    if not row.by_length:
+        return row
     own = row.by_length[-1].seq_length
     return replace(
         row,

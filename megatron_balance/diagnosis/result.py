@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -105,11 +105,12 @@ class Diagnosis:
         slowdown: what the replay says.
         causes: share of the slowdown, S - 1, for which each of ``CAUSES`` stands; the rest has no name.
         verdict: causes that count, worst first; ``("healthy",)`` where none does.
-        worker: the slow worker, (DP rank, PP rank), where one is named.
+        worker: the slow worker, (DP rank, PP rank), where there is one, whether or not it counts.
         checklist: symptoms.
         fixes: best first.
         waste_gpu_hours: of the recorded steps.
         waste_per_day_gpu_hours: at this rate.
+        by_cause: step as it was over the step without each of ``CAUSES``, all else as it was: what its removal alone would bring.
     """
 
     slowdown: Slowdown
@@ -120,3 +121,4 @@ class Diagnosis:
     fixes: tuple[Fix, ...]
     waste_gpu_hours: float
     waste_per_day_gpu_hours: float
+    by_cause: dict[str, float] = field(default_factory=dict)

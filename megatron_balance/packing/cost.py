@@ -154,7 +154,7 @@ def _fitted(
     again = (1.0 - recomputed) * (table.holds_for.get("recompute_granularity") == "full")
     found, widest = {}, np.zeros(2)
     for kind in sorted(kinds, key=lambda kind: _width(_window(kind, model)), reverse=True):
-        rows, window = table.layers[str(kind)].by_length, _window(kind, model)
+        rows, window = table.layer(str(kind)).by_length, _window(kind, model)
         if len(rows) > 1 and rows[0].seq_length < _width(window):
             lengths = np.array([row.seq_length for row in rows], dtype=np.float64)
             forward_s = np.array([row.forward_s for row in rows])

@@ -25,10 +25,11 @@ if str(ROOT) not in sys.path:  # run from a checkout that is not installed
     sys.path.insert(0, str(ROOT))
 
 from split_cases import NEAR_EQUAL, RULES, TOLERANCE, Case, PeerRow, cases, even_s, peer_rows, step_s  # noqa: E402
-from split_trace import RECORDED, Trace, read_trace  # noqa: E402
+from split_trace import RECORDED, read_split  # noqa: E402
 from tables import print_table  # noqa: E402
 
 from megatron_balance.costs.chain import ElementCost  # noqa: E402
+from megatron_balance.diagnosis.costs import RecordedSplit  # noqa: E402
 from megatron_balance.errors import BalanceError  # noqa: E402
 from megatron_balance.pipeline.layout import Layout  # noqa: E402
 from megatron_balance.pipeline.memory import MemoryLimit, rank_peaks  # noqa: E402
@@ -115,10 +116,10 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _trace_or_reason() -> tuple[Trace | None, str | None]:
+def _trace_or_reason() -> tuple[RecordedSplit | None, str | None]:
     """The trace of a real job, or why there is none."""
     try:
-        return read_trace(), None
+        return read_split(), None
     except BalanceError as error:
         return None, str(error)
 
@@ -212,7 +213,7 @@ def _no_gain(results: Sequence[Result], peers: Sequence[PeerRow], peer_cells: Se
     return f"No faster than what it is compared with: {'; '.join(equal) or 'nowhere'}."
 
 
-def _rest(trace: Trace, results: Sequence[Result]) -> str:
+def _rest(trace: RecordedSplit, results: Sequence[Result]) -> str:
     """What the trace's step is made of, and the least that our splits gain on it: where the rest grows with the layers."""
     layer, head = trace.costs.mean_layer, trace.costs.head
     least = [

@@ -6,10 +6,12 @@ from dataclasses import dataclass, replace
 
 import split_models as models
 import split_peers as peers
-from split_trace import RECORDED, Trace
+from split_trace import RECORDED
 
 from megatron_balance.costs.chain import ChainCosts
 from megatron_balance.costs.memory import ChainMemory
+from megatron_balance.diagnosis.costs import RecordedSplit
+from megatron_balance.diagnosis.fix import layers_in_flight
 from megatron_balance.pipeline import stock
 from megatron_balance.pipeline.chain import stage_costs
 from megatron_balance.pipeline.layout import Layout, parse_layout
@@ -102,7 +104,7 @@ class Case:
         return self.topology.virtual_size > 1
 
 
-def cases(trace: Trace | None = None) -> list[Case]:
+def cases(trace: RecordedSplit | None = None) -> list[Case]:
     """Every row, in the order of the table; those of a whole step only with the trace that has it."""
     return [*_megatron_cases(), *_hand_made_cases(), *_trace_cases(), *([] if trace is None else step_cases(trace))]
 
@@ -189,18 +191,18 @@ def _trace_cases() -> list[Case]:
     costs, topology = models.st_trace_costs(), Topology(4, 4)
     job = costs, topology
     uniform = "uniform", Layout.of(RECORDED)
-    memory = models.layer_activations(36)
+    memory = layers_in_flight(36)
     return [
         Case("ST trace 4x1 M4, 36 layers in flight", *job, 0.152, *uniform, memory=memory, gain=True),
         Case("ST trace 4x1 M4", *job, 0.215, *uniform, gain=True),
     ]
 
 
-def step_cases(trace: Trace) -> list[Case]:
+def step_cases(trace: RecordedSplit) -> list[Case]:
     """The same job's whole step, on the costs and the rest that its trace itself has."""
-    job = trace.costs, trace.topology
+    job = trace.costs, trace.simulator.topology
     uniform = "uniform", Layout.of(RECORDED)
-    whole, memory = {"gain": True, "rest_s": trace.rest_s}, models.layer_activations(36)
+    whole, memory = {"gain": True, "rest_s": trace.rest_s}, layers_in_flight(36)
     return [
         Case("ST trace 4x1 M4, whole step, 36 layers in flight", *job, 0.136, *uniform, memory=memory, **whole),
         Case("ST trace 4x1 M4, whole step", *job, 0.191, *uniform, **whole),

@@ -5,7 +5,7 @@ FLOPs are those of one token, as picoseconds: only their proportions matter. The
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from megatron_balance.costs.chain import ChainCosts, ElementCost
 from megatron_balance.costs.memory import ChainMemory, ElementMemory
@@ -161,9 +161,3 @@ def st_trace_costs() -> ChainCosts:
     """As published, of passes of the trace; ``split_trace.py`` derives them from the file."""
     layer, head = ElementCost(7.48e-3, 15.94e-3), ElementCost(72.4e-3, 60.0e-3)
     return ChainCosts(_FREE, (layer,) * 36, head, "trace")
-
-
-def layer_activations(num_layers: int) -> ChainMemory:
-    """Memory counted in layers in flight alone."""
-    nothing = ElementMemory()
-    return ChainMemory(nothing, (replace(nothing, activation_bytes=1.0),) * num_layers, nothing, nothing)

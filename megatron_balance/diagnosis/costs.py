@@ -1,0 +1,168 @@
+"""What layers and head cost in a recorded job, and what its step takes under another split.
+
+What a split gains on the whole step is computed so:
+
+1. Step seconds are the last end minus the first start of the step's operations on all ranks; the median over steps.
+2. A layer costs the median over the passes of the stages without embedding and head, each over its stage's layers; the head what
+   the last stage's median pass takes beyond its layers; the embedding what the first stage's takes beyond its, nothing where
+   that is within the spread of the stages between. With two stages nothing tells the embedding from the first stage's layers: it
+   costs nothing.
+3. The rest of the step is the step minus the simulated pipeline of the recorded split on these costs, without transfers: the
+   parameters' all-gather, the gradients' all-reduce and reduce-scatter, clipping, the optimizer, gaps, and transfers and
+   variation inside the pipeline.
+4. A split takes its simulated pipeline plus the same rest.
+
+Not every part of the rest stays: the optimizer and data parallelism work on a rank's parameters. Where all stages have as many
+layers, how much of their time is by layer cannot be told from the trace; ``grown_rest_s`` takes all of it, which is the most
+that it can be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from megatron_balance import __version__
+from megatron_balance.costs.chain import ChainCosts, ElementCost
+from megatron_balance.costs.table import ANY_LAYER, CostTable, ElementRow, LayerRow
+from megatron_balance.diagnosis.replay import Replay
+from megatron_balance.diagnosis.signals import Signals
+from megatron_balance.errors import BalanceError
+from megatron_balance.pipeline.chain import stage_costs
+from megatron_balance.reading import Scalar
+from megatron_balance.schedule.simulate import Simulator
+
+
+@dataclass(frozen=True, eq=False)
+class RecordedSplit:
+    """A recorded job with the layers that its stages hold.
+
+    Attributes:
+        replay: of its trace.
+        signals: its passes.
+        layers: of each stage; stage ``chunk * PP + rank`` is a rank's chunk.
+
+    Raises:
+        BalanceError: another number of stages than the trace has, or stages between the ends without layers.
+    """
+
+    replay: Replay
+    signals: Signals
+    layers: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        stages, layers = self.replay.trace.job.topology.num_stages, self.layers
+        given = ",".join(map(str, layers))
+        if len(layers) != stages:
+            raise BalanceError(f"layers {given} are of {len(layers)} stages, the trace has {stages}: give each stage's")
+        if min(layers) < 0 or (min(layers[:1] if stages <= 2 else layers[1:-1]) == 0):
+            raise BalanceError(f"layers {given}: a stage without layers tells nothing of what one costs; correct them")
+
+    @cached_property
+    def step_s(self) -> float:
+        """Median seconds of a step."""
+        return float(np.median(self.replay.recorded_step_s))
+
+    @cached_property
+    def costs(self) -> ChainCosts:
+        """Medians of the passes; forward and backward apart.
+
+        Raises:
+            BalanceError: one stage, which cannot tell layers from embedding and head; or layers that cost nothing.
+        """
+        if len(self.layers) == 1:
+            raise BalanceError("one stage does not tell what layers, embedding and head cost apart")
+        embedding, layer, head = (ElementCost(*seconds) for seconds in zip(*self._elements_s, strict=True))
+        return ChainCosts(embedding, (layer,) * sum(self.layers), head, "trace")
+
+    @cached_property
+    def _elements_s(self) -> list[tuple[float, float, float]]:
+        """Embedding, layer and head of each way."""
+        found, layers = [], np.array(self.layers)
+        for way, typical in enumerate(self.signals.median_s):
+            middle = slice(1, -1) if len(layers) > 2 else slice(0, 1)
+            passes = self.signals.seconds[:, way, middle] / layers[middle, None, None]
+            layer = float(np.median(passes))
+            spread = np.ptp(typical[1:-1] / layers[1:-1]) * layers[0] if len(layers) > 3 else 0.1 * typical[0]
+            embedding = float(typical[0] - layers[0] * layer) if len(layers) > 2 else 0.0
+            head = max(0.0, float(typical[-1] - layers[-1] * layer))
+            found.append((embedding if embedding > spread else 0.0, layer, head))
+        return found
+
+    @cached_property
+    def rest_s(self) -> float:
+        """Seconds of the median step that are not the simulated pipeline of the recorded split."""
+        return self.step_s - self.simulated_s(self.layers)
+
+    def simulated_s(self, layers: Sequence[int]) -> float:
+        """Seconds of the pipeline with these layers in each stage, on ``costs``."""
+        stages = stage_costs(self.costs, layers)
+        return self.simulator.step_s([stage.forward_s for stage in stages], [stage.backward_s for stage in stages])
+
+    @cached_property
+    def simulator(self) -> Simulator:
+        return Simulator(self.replay.trace.job.topology)
+
+    def step_with_s(self, layers: Sequence[int]) -> float:
+        """Seconds of a step with these layers in each stage, the rest unchanged."""
+        return self.simulated_s(layers) + self.rest_s
+
+    def grown_rest_s(self, layers: Sequence[int]) -> float:
+        """The rest, if the optimizer and the exchange of parameters and gradients took time by a rank's layers alone.
+
+        The first rank is the first to compute and the last to end, so its all-gather and reduce-scatter are those that
+        count; the optimizer starts on all ranks together, after the norm of all gradients, and the slowest rank counts.
+        """
+        ranks = self.replay.trace.job.topology.pipeline_size
+        held, recorded = (np.reshape(each, (-1, ranks)).sum(axis=0) for each in (layers, self.layers))
+        more = held / recorded - 1
+        gather, scatter, optimizer = (
+            self._median_s(kind) for kind in ("params-all-gather", "grads-reduce-scatter", "optimizer")
+        )
+        inner = slice(1, -1) if ranks > 2 else slice(None)  # has no embedding table
+        middle = [float(np.mean(kind[inner])) for kind in (gather, scatter, optimizer)]
+        slowest = float((optimizer + more * middle[2]).max() - optimizer.max())
+        return self.rest_s + float(more[0]) * (middle[0] + middle[1]) + slowest
+
+    def _median_s(self, kind: str) -> np.ndarray:
+        """Median recorded seconds of an operation on each pipeline rank, [PP]; 0 where there is none."""
+        replay, ranks = self.replay, self.replay.trace.job.topology.pipeline_size
+        found = [replay.nodes.of(kind, rank) for rank in range(ranks)]
+        return np.array(
+            [float(np.median(replay.end_s[:, own] - replay.start_s[:, own])) if own else 0.0 for own in found]
+        )
+
+    def table(self, holds_for: dict[str, Scalar] | None = None) -> CostTable:
+        """The costs as the file that ``plan`` and training take.
+
+        Args:
+            holds_for: names and values of the model that they are of, as far as they are known.
+
+        Raises:
+            BalanceError: as ``costs``.
+        """
+        costs, topology = self.costs, self.replay.trace.job.topology
+        known = {} if topology.tensor_size == 1 else {"tensor_size": topology.tensor_size}
+        steps = self.replay.steps
+        return CostTable(
+            kind="diagnosed",
+            device=f"trace of {self.replay.trace.job.world_size} devices",
+            embedding=_row(costs.embedding),
+            layers={ANY_LAYER: LayerRow(**vars(_row(costs.mean_layer)), by_length=(), forward_fit=(0.0, 0.0), backward_fit=(0.0, 0.0))},
+            head=_row(costs.head),
+            update_s_per_parameter=None,
+            holds_for={**known, **(holds_for or {})},
+            provenance={
+                "steps": f"{steps.size} of {steps[0]} to {steps[-1]}",
+                "layers of each stage": ",".join(map(str, self.layers)),
+                "step_s": self.step_s,
+            },
+            created_by=f"megatron_balance {__version__}",
+        )  # fmt: skip
+
+
+def _row(cost: ElementCost) -> ElementRow:
+    return ElementRow(cost.forward_s, cost.backward_s, None, None, parameters=0)

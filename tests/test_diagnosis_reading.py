@@ -1,0 +1,283 @@
+"""Reading traces: what is written comes back, and what is odd is left out and said, or refused in one line."""
+
+from __future__ import annotations
+
+import numpy as np
+import pyarrow
+import pytest
+from pyarrow import parquet
+from traces import made_trace, public_folder, table_of, write_ranks, write_trace
+
+from megatron_balance.diagnosis.reading import LENGTHS, read_trace
+from megatron_balance.diagnosis.trace import Trace
+from megatron_balance.diagnosis.whatif import slowdown_of
+from megatron_balance.errors import BalanceError
+from megatron_balance.topology import Topology
+
+SIZES = Topology(2, 4, data_size=3)
+
+
+@pytest.fixture(scope="module")
+def trace() -> Trace:
+    random = np.random.default_rng(0)
+    seconds = random.uniform(0.5, 1.5, (4, 3, 2, 4))
+    return made_trace(SIZES, seconds, 2.0 * seconds)
+
+
+@pytest.fixture(scope="module")
+def expected(trace: Trace) -> float:
+    return slowdown_of(trace).slowdown
+
+
+def changed(trace: Trace, file, **columns):
+    """The trace's file with some columns replaced: by values, or by a function of the present ones."""
+    table = table_of(trace)
+    for name, values in columns.items():
+        values = values(table[name].to_numpy().copy()) if callable(values) else values
+        array = values if isinstance(values, pyarrow.Array) else pyarrow.array(values)
+        table = table.set_column(table.column_names.index(name), name, array)
+    parquet.write_table(table, file)
+    return file
+
+
+def replaced(row: int, value, dtype=None):
+    def put(values):
+        values = values if dtype is None else values.astype(dtype)
+        values[row] = value
+        return values
+
+    return put
+
+
+def test_a_file_and_a_folder_say_the_same(trace, expected, tmp_path):
+    single = read_trace(write_trace(trace, tmp_path / "job.parquet"))
+    (tmp_path / "ranks").mkdir()
+    folder = read_trace(write_ranks(trace, tmp_path / "ranks"))
+    for read in (single, folder):
+        assert read.problems == ()
+        assert read.job.topology == SIZES and read.job.world_size == 6 and read.job.name == "made"
+        assert slowdown_of(read).slowdown == pytest.approx(expected, rel=1e-9)
+
+
+def test_without_any_sizes_the_ranks_numbers_tell(trace, expected, tmp_path):
+    read = read_trace(write_trace(trace, tmp_path / "job.parquet", described=False))
+    assert read.job.topology == SIZES
+    assert "sizes" in " ".join(read.problems)
+    assert slowdown_of(read).slowdown == pytest.approx(expected, rel=1e-9)
+
+
+def test_the_first_rank_speaks_for_those_that_share_a_worker(trace, expected, tmp_path):
+    for rank in range(2):
+        table = table_of(trace)
+        own = 2 * (table["stage"].to_numpy() * 3 + table["dp_rank"].to_numpy()) + rank
+        parquet.write_table(table.append_column("rank", pyarrow.array(own)), tmp_path / f"{rank}.parquet")
+    read = read_trace(tmp_path)
+    assert read.problems == ()
+    assert slowdown_of(read).slowdown == pytest.approx(expected, rel=1e-9)
+
+
+def test_parts_that_were_joined_already_are_not_read_twice(trace, tmp_path):
+    write_ranks(trace, tmp_path)
+    joined = sorted(tmp_path.iterdir())[0]
+    (tmp_path / f"{joined.stem}.0000.parquet").write_bytes(joined.read_bytes())
+    assert read_trace(tmp_path).problems == ()
+
+
+def test_sequences(trace, tmp_path):
+    table = table_of(trace)
+    forward = np.array([name == "forward-compute" for name in table["optype"].to_pylist()])
+    tokens = np.where(forward, 100 * trace.step + 10 * trace.dp_rank + trace.microbatch, 0)
+    for factor, name in enumerate(LENGTHS, 1):
+        table = table.append_column(name, pyarrow.array(factor * tokens, mask=~forward))
+    parquet.write_table(table, tmp_path / "job.parquet")
+    sequences = read_trace(tmp_path / "job.parquet").sequences
+    step, microbatch, lane = np.meshgrid(np.arange(4), np.arange(4), np.arange(3), indexing="ij")
+    for factor, name in enumerate(LENGTHS, 1):
+        assert (getattr(sequences, name) == factor * (100 * step + 10 * lane + microbatch)).all()
+
+
+def test_undivided_rows_are_one_sequence(trace, tmp_path):
+    table = table_of(trace)
+    forward = np.array([name == "forward-compute" for name in table["optype"].to_pylist()])
+    table = table.append_column("tokens", pyarrow.array(np.full(forward.size, 32), mask=~forward))
+    for name in LENGTHS[1:]:
+        table = table.append_column(name, pyarrow.nulls(forward.size, pyarrow.int64()))
+    parquet.write_table(table, tmp_path / "job.parquet")
+    sequences = read_trace(tmp_path / "job.parquet").sequences
+    assert [np.unique(getattr(sequences, name)).tolist() for name in LENGTHS] == [[32], [32], [1024]]
+
+
+# --- partial
+
+
+def test_missing_and_damaged_ranks_are_left_out(trace, tmp_path):
+    write_ranks(trace, tmp_path)
+    files = sorted(tmp_path.iterdir())  # pipeline rank by pipeline rank
+    files[4].write_bytes(files[4].read_bytes()[:-100])
+    read = read_trace(tmp_path)
+    said = "\n".join(read.problems)
+    assert files[4].name in said and "data-parallel rank 1 of 3" in said
+    slowdown = slowdown_of(read)
+    assert np.isnan(slowdown.by_worker).tolist() == [[False, True, False]] * 2
+    assert np.isfinite(slowdown.slowdown) and np.isfinite(slowdown.slowest_workers)
+    files[3].unlink(), files[5].unlink()
+    with pytest.raises(BalanceError, match="pipeline rank 1 of 2"):
+        read_trace(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("duration", -1.0), ("duration", np.nan), ("duration", np.inf), ("start_ts", np.nan), ("start_ts", -np.inf)],
+)
+def test_steps_with_impossible_times_are_left_out(trace, tmp_path, name, value):
+    row = int(np.flatnonzero(trace.step == 2)[0])
+    read = read_trace(changed(trace, tmp_path / "job.parquet", **{name: replaced(row, value)}))
+    assert read.steps.tolist() == [0, 1, 3]
+    assert "1 rows" in read.problems[0] and "1 of 4 steps (2)" in read.problems[1]
+
+
+def test_unknown_operations_are_left_out(trace, expected, tmp_path):
+    table = table_of(trace)
+    odd = table.slice(0, 3).set_column(
+        table.column_names.index("optype"), "optype", pyarrow.array(["<script>"] * 3).dictionary_encode()
+    )
+    odd = odd.cast(table.schema.remove_metadata().set(3, pyarrow.field("optype", odd["optype"].type)))
+    parquet.write_table(pyarrow.concat_tables([table, odd], promote_options="permissive"), tmp_path / "job.parquet")
+    read = read_trace(tmp_path / "job.parquet")
+    assert "3 rows of unknown operations ('<script>')" in read.problems[0]
+    assert slowdown_of(read).slowdown == pytest.approx(expected, rel=1e-9)
+
+
+def test_steps_of_two_runs(trace, tmp_path):
+    table = table_of(trace)
+    parquet.write_table(table.filter(pyarrow.array(trace.step >= 1)), tmp_path / "a.parquet")
+    parquet.write_table(table.filter(pyarrow.array(trace.step <= 1)), tmp_path / "b.parquet")
+    read = read_trace(tmp_path)
+    assert read.steps.tolist() == [0, 2, 3]
+    assert "1 of 4 steps (1) have operations twice" in read.problems[0]
+    parquet.write_table(table, tmp_path / "b.parquet")
+    parquet.write_table(table, tmp_path / "a.parquet")
+    with pytest.raises(BalanceError, match="two runs"):
+        read_trace(tmp_path)
+    other = table.replace_schema_metadata({b"megatron_balance": b'{"name": "other"}'})
+    parquet.write_table(other, tmp_path / "b.parquet")
+    with pytest.raises(BalanceError, match="2 different jobs or runs"):
+        read_trace(tmp_path)
+
+
+def test_skewed_clocks_are_set_right(trace, expected, tmp_path):
+    skewed = (trace.dp_rank == 1) & (trace.pp_rank == 1)
+    read = read_trace(changed(trace, tmp_path / "job.parquet", start_ts=trace.start_s + 0.4 * skewed))
+    assert "1 of 6 ranks are off by up to 0.4 s" in read.problems[0]
+    assert slowdown_of(read).slowdown == pytest.approx(expected, rel=1e-9)
+    with pytest.raises(BalanceError, match="data-parallel rank 1 on pipeline rank 1 are 3600 s away"):
+        read_trace(changed(trace, tmp_path / "job.parquet", start_ts=trace.start_s + 3600.0 * skewed))
+
+
+def test_one_step(trace, tmp_path):
+    table = table_of(trace).filter(pyarrow.array(trace.step == 3))
+    parquet.write_table(table, tmp_path / "job.parquet")
+    read = read_trace(tmp_path / "job.parquet")
+    assert "one step only" in read.problems[0]
+    assert slowdown_of(read).steps.tolist() == [3]
+
+
+def test_whole_numbers_may_be_floats_with_nan(trace, expected, tmp_path):
+    none = np.where(trace.microbatch < 0, np.nan, trace.microbatch)
+    file = changed(trace, tmp_path / "job.parquet", mb_id=none, mc=np.where(np.isnan(none), np.nan, 0.0))
+    assert slowdown_of(read_trace(file)).slowdown == pytest.approx(expected, rel=1e-9)
+
+
+# --- refused
+
+
+def test_nothing_to_read(tmp_path):
+    with pytest.raises(BalanceError, match=r"no \.parquet file"):
+        read_trace(tmp_path)
+    with pytest.raises(BalanceError, match="no trace"):
+        read_trace(tmp_path / "none.parquet")
+
+
+def test_files_that_are_no_traces(trace, tmp_path):
+    file = tmp_path / "job.parquet"
+    file.write_bytes(b"PAR1 and nothing else")
+    with pytest.raises(BalanceError, match="cut off or damaged"):
+        read_trace(file)
+    whole = write_trace(trace, file).read_bytes()
+    file.write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(BalanceError, match="cut off or damaged"):
+        read_trace(file)
+    parquet.write_table(table_of(trace).drop_columns(["stage", "mb_id"]), file)
+    with pytest.raises(BalanceError, match="lacks the columns stage, mb_id"):
+        read_trace(file)
+    parquet.write_table(table_of(trace).slice(0, 0), file)
+    with pytest.raises(BalanceError, match="no rows"):
+        read_trace(file)
+    with pytest.raises(BalanceError, match="column step is of type string"):
+        read_trace(changed(trace, file, step=pyarrow.array(["one"] * trace.step.size)))
+    with pytest.raises(BalanceError, match="no forward-compute"):
+        read_trace(changed(trace, file, optype=pyarrow.array(["optimizer"] * trace.step.size)))
+
+
+@pytest.mark.parametrize("name", ["dp_rank", "stage", "mc", "mb_id"])
+@pytest.mark.parametrize("described", [True, False])
+def test_absurd_numbers(trace, tmp_path, name, described):
+    row = int(np.flatnonzero(trace.microbatch >= 0)[0])
+    file = changed(trace, tmp_path / "job.parquet", **{name: replaced(row, 2**40, np.int64)})
+    if not described:
+        parquet.write_table(parquet.read_table(file).replace_schema_metadata(None), file)
+    with pytest.raises(BalanceError, match=f"{name} of {2**40}"):
+        read_trace(file)
+
+
+def test_absurd_steps_are_only_numbers(trace, expected, tmp_path):
+    file = changed(trace, tmp_path / "job.parquet", step=trace.step + 2**62)
+    assert slowdown_of(read_trace(file)).slowdown == pytest.approx(expected, rel=1e-9)
+    file = changed(trace, tmp_path / "job.parquet", step=pyarrow.array([2**64 - 1] * trace.step.size, pyarrow.uint64()))
+    with pytest.raises(BalanceError, match="step cannot be read"):
+        read_trace(file)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("- a list", "is not a job's sizes"),
+        ("pp_size: [", "cannot be read as YAML"),
+        ("!!python/object/apply:os.system ['true']", "cannot be read as YAML"),
+        ("pp_size: -2", "pp_size must be a whole number"),
+        ("pp_size: two", "pp_size must be a whole number"),
+        ("pp_size: true", "pp_size must be a whole number"),
+        (f"dp_size: {10**30}", "dp_size must be a whole number"),
+        ("{pp_size: 1, dp_size: 3}", "stage of 1, but pipeline size is 1"),
+        ("{pp_size: 4, dp_size: 3}", "pipeline rank 2, 3 of 4"),
+    ],
+)
+def test_absurd_sizes(trace, tmp_path, text, said):
+    file, meta = write_trace(trace, tmp_path / "job.parquet", described=False), tmp_path / "meta.yaml"
+    meta.write_text(text)
+    with pytest.raises(BalanceError, match=said):
+        read_trace(file, meta)
+
+
+def test_more_ranks_than_there_are_files(trace, tmp_path):
+    file, meta = write_trace(trace, tmp_path / "job.parquet", described=False), tmp_path / "meta.yaml"
+    meta.write_text("{trial_name: '<b>&', pp_size: 2, dp_size: 4, world_size: 64}")
+    read = read_trace(file, meta)
+    assert (read.job.name, read.job.world_size) == ("<b>&", 64)
+    assert "data-parallel rank 3 of 4" in read.problems[0]
+    assert np.isnan(slowdown_of(read).by_dp_rank).tolist() == [False, False, False, True]
+
+
+@pytest.mark.parametrize("stored", [b"{", b"[]", b'{"topology": 3}', b'{"topology": {"pipeline_size": 1e9}}', b"\xff"])
+def test_damaged_sizes_of_the_recorder(trace, tmp_path, stored):
+    table = table_of(trace).replace_schema_metadata({b"megatron_balance": stored})
+    parquet.write_table(table, tmp_path / "job.parquet")
+    with pytest.raises(BalanceError, match=r"damaged|whole number"):
+        read_trace(tmp_path / "job.parquet")
+
+
+def test_public_traces_are_whole():
+    folder = public_folder()
+    for name, steps in (("ST", 32), ("SE", 43)):
+        trace = read_trace(folder / f"trace-{name}.parquet", folder / f"meta-{name}.yaml")
+        assert trace.problems == () and trace.steps.size == steps
