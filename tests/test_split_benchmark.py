@@ -67,7 +67,9 @@ def test_costs_of_the_trace_are_those_published(trace: RecordedSplit) -> None:
 
 
 @pytest.mark.parametrize(("layers", "gain"), [((9, 11, 11, 5), 0.136), ((13, 10, 10, 3), 0.191)])
-def test_whole_step_of_the_trace_gains_what_is_published(trace: RecordedSplit, layers: tuple[int, ...], gain: float) -> None:
+def test_whole_step_of_the_trace_gains_what_is_published(
+    trace: RecordedSplit, layers: tuple[int, ...], gain: float
+) -> None:
     unchanged = trace.step_with_s(layers)
     assert trace.step_s / unchanged - 1 == pytest.approx(gain, abs=TOLERANCE)
     by_layers = trace.simulated_s(layers) + trace.grown_rest_s(layers)

@@ -35,6 +35,8 @@ from megatron_balance.pipeline.chain import stage_costs
 from megatron_balance.reading import Scalar
 from megatron_balance.schedule.simulate import Simulator
 
+_NO_FITS = {"forward_fit": (0.0, 0.0), "backward_fit": (0.0, 0.0)}
+
 
 @dataclass(frozen=True, eq=False)
 class RecordedSplit:
@@ -151,7 +153,7 @@ class RecordedSplit:
             kind="diagnosed",
             device=f"trace of {self.replay.trace.job.world_size} devices",
             embedding=_row(costs.embedding),
-            layers={ANY_LAYER: LayerRow(**vars(_row(costs.mean_layer)), by_length=(), forward_fit=(0.0, 0.0), backward_fit=(0.0, 0.0))},
+            layers={ANY_LAYER: LayerRow(**vars(_row(costs.mean_layer)), by_length=(), **_NO_FITS)},
             head=_row(costs.head),
             update_s_per_parameter=None,
             holds_for={**known, **(holds_for or {})},
@@ -161,7 +163,7 @@ class RecordedSplit:
                 "step_s": self.step_s,
             },
             created_by=f"megatron_balance {__version__}",
-        )  # fmt: skip
+        )
 
 
 def _row(cost: ElementCost) -> ElementRow:

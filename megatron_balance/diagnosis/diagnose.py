@@ -31,8 +31,8 @@ def diagnose(
         trace: from ``read_trace``.
         slowdown: what the replay says, where it was asked before.
         replay: of this trace, where there is one already.
-        layers: of each stage; stage ``chunk * PP + rank`` is a rank's chunk. None where they are not known: no split is
-            proposed then.
+        layers: of each stage; stage ``chunk * PP + rank`` is a rank's chunk. None for those that the trace names; no
+            split is proposed where it names none.
 
     Raises:
         BalanceError: as ``Replay``, or the layers are not of this job.
@@ -40,7 +40,7 @@ def diagnose(
     replay = replay or Replay(trace)
     slowdown = slowdown or slowdown_of(trace, replay)
     causes = Causes(replay, signals_of(replay))
-    split = _split(replay, causes.signals, layers)
+    split = _split(replay, causes.signals, layers or trace.job.layers)
     named = causes.verdict(slowdown.slowdown)
     worker = _worker(replay, causes.signals)
     fixes = fixes_of(causes, split, named, worker)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import shlex
 
+import numpy as np
+
 from megatron_balance.costs.memory import ChainMemory, ElementMemory
 from megatron_balance.diagnosis.causes import Causes
 from megatron_balance.diagnosis.costs import RecordedSplit
@@ -97,8 +99,9 @@ def _splits(causes: Causes, split: RecordedSplit | None) -> list[Fix]:
 
 def _split_note(split: RecordedSplit, layers: tuple[int, ...]) -> str:
     memory, topology = layers_in_flight(sum(layers)), split.simulator.topology
-    flights = [float(rank_peaks(memory, topology, each).max()) for each in (split.layers, layers)]
-    held = [max(sum(each[rank :: topology.pipeline_size]) for rank in range(topology.pipeline_size)) for each in (split.layers, layers)]  # fmt: skip
+    both = split.layers, layers
+    flights = [float(rank_peaks(memory, topology, each).max()) for each in both]
+    held = [int(np.reshape(each, (-1, topology.pipeline_size)).sum(axis=0).max()) for each in both]
     grown_s = split.simulated_s(layers) + split.grown_rest_s(layers)
     return (
         f"layers {' '.join(map(str, layers))} instead of {' '.join(map(str, split.layers))}; activations of {flights[1]:.0f}"

@@ -41,6 +41,7 @@ _META = {  # key of the YAML file: field of Topology
 _PART = re.compile(r"\.\d{4,}(?=\.parquet$)")
 _MOST_RANKS = 1 << 22
 _MOST_TOKENS = 1 << 31  # of a micro-batch
+_MOST_LAYERS = 1_000_000
 _MOST_SHOWN = 5
 
 
@@ -208,6 +209,8 @@ def _from_yaml(meta: Path) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise BalanceError(f"{meta} is not a job's sizes: it needs keys such as pp_size and dp_size")
     described = {field: _size(values[key], key, meta) for key, field in _META.items() if values.get(key) is not None}
+    if values.get("layers") is not None:
+        described["layers"] = _layers(values["layers"], meta)
     if values.get("trial_name") is not None:
         described["name"] = str(values["trial_name"])
     if values.get("world_size") is not None:
@@ -231,10 +234,31 @@ def _from_recorder(stored: bytes, path: Path) -> dict[str, Any]:
             continue
         value = topology[field.name]
         described[field.name] = value is True if field.name == "overlap_moe" else _size(value, field.name, path)
+    if values.get("stages") is not None:
+        described["layers"] = _built_layers(values["stages"], path)
     described["name"] = str(values.get("name") or path.name)
     if values.get("world_size") is not None:
         described["world_size"] = _size(values["world_size"], "world_size", path)
     return described
+
+
+def _layers(value: Any, source: Path) -> tuple[int, ...]:
+    good = isinstance(value, list) and value and all(type(each) is int and 0 <= each <= _MOST_LAYERS for each in value)
+    if not good:
+        raise BalanceError(
+            f"{source}: layers must be a list of whole numbers, those of each stage, not {repr(value)[:40]}"
+        )
+    return tuple(value)
+
+
+def _built_layers(value: Any, source: Path) -> tuple[int, ...]:
+    """Layers of each stage, from what the recorder says that each pipeline rank's chunks hold."""
+    try:
+        by_rank = [[len(chunk["layers"]) for chunk in chunks] for chunks in value]
+        chunks = [list(row) for row in zip(*by_rank, strict=True)]
+    except (KeyError, TypeError, ValueError) as error:
+        raise BalanceError(f"the job's stages in {source} are damaged: {error}") from error
+    return _layers([layers for row in chunks for layers in row], source)
 
 
 def _size(value: Any, key: str, source: Path) -> int:
@@ -373,7 +397,7 @@ def _job(
         if said is not None and most < said and name in ("virtual_size", "num_microbatches"):
             problems.append(f"{name.replace('_', ' ')} is {said}, but only {most} appear in the trace, which is taken")
             described[name] = most
-    sizes = {**shown, **{key: value for key, value in described.items() if key not in ("name", "world_size")}}
+    sizes = {**shown, **{key: value for key, value in described.items() if key not in ("name", "world_size", "layers")}}
     if sizes["pipeline_size"] * sizes["data_size"] > max(_MOST_RANKS, 1):
         raise BalanceError(
             f"{sizes['pipeline_size']} pipeline ranks by {sizes['data_size']} data-parallel ranks are more than {_MOST_RANKS}: "
@@ -387,7 +411,13 @@ def _job(
     if world < topology.pipeline_size * topology.data_size:
         problems.append(f"world_size is {world}, but the sizes make {ranks} ranks, which is taken")
         world = ranks
-    return Job(described.get("name", path.stem), topology, world)
+    layers = described.get("layers")
+    if layers is not None and len(layers) != topology.num_stages:
+        problems.append(
+            f"layers are given for {len(layers)} stages, but the job has {topology.num_stages}: they are not used"
+        )
+        layers = None
+    return Job(described.get("name", path.stem), topology, world, layers)
 
 
 def _sequences(table: pyarrow.Table, kept: np.ndarray | slice, trace: Trace) -> Sequences | None:

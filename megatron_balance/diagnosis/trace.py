@@ -33,11 +33,13 @@ class Job:
         name: as its owner calls it; any text, never to be trusted as markup.
         topology: PP, V, M, DP and more. The workers of a trace are its (data-parallel rank, pipeline rank) pairs.
         world_size: GPUs of the job, for the waste in GPU-hours.
+        layers: transformer layers of each stage; stage ``chunk * PP + rank`` is a rank's chunk. None where it is not known.
     """
 
     name: str
     topology: Topology
     world_size: int
+    layers: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True, eq=False)
