@@ -77,14 +77,14 @@ class Encoder:
         Raises:
             LineError: the template refuses it, leaves something out, or renders a turn otherwise once another follows.
         """
-        text = self._render(conversation, len(conversation.messages))
-        _check_content(conversation, text)
-        tokens, said = self._tagged(conversation) if _TAGS.search(self.template) else self._split(conversation, text)
+        tokens, said = self._tagged(conversation) if _TAGS.search(self.template) else self._split(conversation)
         if not said.any():
             raise LineError("no assistant token", f"turns {conversation.first_turn} and on")
         return tokens, said
 
     def _tagged(self, conversation: Conversation) -> tuple[np.ndarray, np.ndarray]:
+        everything = len(conversation.messages)
+        _check_content(conversation, range(everything), self._render(conversation, everything))
         found = self.tokenizer.apply_chat_template(
             list(conversation.messages),
             tools=conversation.tools,
@@ -95,25 +95,31 @@ class Encoder:
         )
         return np.asarray(found["input_ids"], np.int64), np.asarray(found["assistant_masks"], bool)
 
-    def _split(self, conversation: Conversation, text: str) -> tuple[np.ndarray, np.ndarray]:
+    def _split(self, conversation: Conversation) -> tuple[np.ndarray, np.ndarray]:
+        everything = len(conversation.messages)
+        text = self._render(conversation, everything)
         said = np.zeros(len(text) + 1, bool)  # of each character; the last is before the first
-        seen = ""
+        seen, answered = "", 0  # the rendering of what was looked at, and how many messages it is of
         for place, message in enumerate(conversation.messages):
             if message["role"] == ASSISTANT:
-                start, seen = self._turn(conversation, place, seen)
+                before = self._render(conversation, place) if place else ""
+                _check_kept(before, seen, conversation, place - 1)
+                _check_content(conversation, range(answered, place), before[len(seen) :])
+                start, seen = self._turn(conversation, place, before)
+                answered = place + 1
                 said[start : len(seen)] = True
-        _check_kept(text, seen, conversation, len(conversation.messages) - 1)
+        _check_kept(text, seen, conversation, everything - 1)
+        _check_content(conversation, range(answered, everything), text[len(seen) :])
         encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
         # Offsets may leave spaces out, and bytes of a character share its end: ends alone put every token in its place.
         ends = np.maximum.accumulate(np.asarray(encoded["offset_mapping"], np.int64).reshape(-1, 2)[:, 1])
         return np.asarray(encoded["input_ids"], np.int64), said[ends - 1]
 
-    def _turn(self, conversation: Conversation, place: int, seen: str) -> tuple[int, str]:
-        """Where the assistant's part of message ``place`` begins, and the rendering up to its end."""
-        before = self._render(conversation, place) if place else ""
-        _check_kept(before, seen, conversation, place - 1)
+    def _turn(self, conversation: Conversation, place: int, before: str) -> tuple[int, str]:
+        """Where the assistant's part of message ``place`` begins behind what is ``before`` it, and the rendering up to its end."""
         text = self._render(conversation, place + 1)
         _check_kept(text, before, conversation, place)
+        _check_content(conversation, range(place, place + 1), text[len(before) :])
         prompt = self._render(conversation, place, add_generation_prompt=True) if place else before
         if len(prompt) > len(before) and prompt.startswith(before) and text.startswith(prompt):
             return len(prompt), text
@@ -150,13 +156,15 @@ def _check_kept(text: str, seen: str, conversation: Conversation, place: int) ->
         )
 
 
-def _check_content(conversation: Conversation, text: str) -> None:
-    """Find each turn's content in the rendering, one behind the other."""
-    place = 0
-    for turn, message in enumerate(conversation.messages, conversation.first_turn):
-        names = [str(call.get("function", call).get("name", "")) for call in message.get("tool_calls") or ()]
+def _check_content(conversation: Conversation, places: range, text: str) -> None:
+    """Find the content of some messages in their rendering, one behind the other."""
+    end = 0
+    for place in places:
+        message = conversation.messages[place]
+        names = [str((call.get("function") or call).get("name", "")) for call in message.get("tool_calls") or ()]
         for content in ((message.get("content") or "").strip(), *names):
-            found = text.find(content, place)
+            found = text.find(content, end)
             if found < 0:
+                turn = conversation.first_turn + place
                 raise LineError("a template that leaves content out", f"turn {turn} ({message['role']})")
-            place = found + len(content)
+            end = found + len(content)
