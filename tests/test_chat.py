@@ -146,8 +146,8 @@ def test_blank_lines_are_counted(tmp_path, tokenizer):
 @pytest.mark.parametrize(
     ("template", "wanted"),
     [
-        (FORGETFUL, "a template that renders turns otherwise once others follow: those up to turn 4"),
-        (REWRITING, "a template that renders turns otherwise once others follow: those up to turn 2"),
+        (FORGETFUL, "a template that renders turns otherwise once others follow: those before turn 4"),
+        (REWRITING, "a template that renders turns otherwise once others follow: those before turn 3"),
         (CHATML.replace("{% for", "{% set messages = messages[1:] %}{% for", 1), "leaves content out: turn 1 (system)"),
         ("{{ raise_exception('no system') }}", "the template refuses it: up to turn 5, TemplateError: no system"),
     ],

@@ -152,7 +152,7 @@ def _check_kept(text: str, seen: str, conversation: Conversation, place: int) ->
     if not text.startswith(seen):
         raise LineError(
             "a template that renders turns otherwise once others follow",
-            f"those up to turn {conversation.first_turn + place}",
+            f"those before turn {conversation.first_turn + place}",
         )
 
 

@@ -64,7 +64,7 @@ class PackedDataset(torch.utils.data.Dataset):
                 text = self.readers[data_set].get(int(document), int(first), int(end - first) + 1)
                 tokens[0, place : place + end - first] = text[:-1]
                 counted = self.readers[data_set].counted(int(document), int(first) + 1, int(end - first))
-                tokens[1, place : place + end - first] = np.where(counted, text[1:], NOT_COUNTED)
+                tokens[1, place : place + end - first] = np.where(counted, text[1:].astype(np.int64), NOT_COUNTED)
             place += room
         positions[place:] = np.arange(length - place) % _PADDING
         values = {POSITIONS: positions, VALID: valid}
