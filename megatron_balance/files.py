@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import glob
 import io
 import os
@@ -20,6 +21,7 @@ from typing import BinaryIO
 from megatron_balance.errors import BalanceError
 
 _STALE_S = 60.0  # a write takes milliseconds; what is older belongs to a process that was killed
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP)  # some network and parallel file systems
 
 
 def write_atomically(path: str | os.PathLike[str], content: str | bytes) -> None:
@@ -66,6 +68,24 @@ def remove_left(path: Path, stale_s: float, locked: bool = False) -> None:
         with contextlib.suppress(FileNotFoundError):  # another process has just renamed it
             if own or time.time() - left.stat().st_mtime > stale_s:
                 left.unlink()
+
+
+@contextlib.contextmanager
+def locked_file(path: Path) -> Iterator[bool]:
+    """Be the only process on this machine, and on others where the file system can, that holds the lock ``path``.
+
+    The kernel gives the lock up when its holder ends, however it ends. Gives whether there is one: where the file system has
+    none, several processes may write the same bytes, each to its own temporary file.
+    """
+    with path.open("ab") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX)
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise
+            yield False
+        else:
+            yield True
 
 
 def _host() -> str:

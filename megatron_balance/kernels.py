@@ -680,7 +680,7 @@ def packed_steps(program, ranks, micro_batch_s):
 
 
 _TRIES = 100  # exchanges looked at for each one that is simulated
-_PATIENCE = 30  # exchanges looked at for each piece since the last that made a step shorter: little is left to gain then
+_PATIENCE = 30  # exchanges looked at for each piece since one made a step shorter: little is left to gain then
 _MOST_BACK = 3  # pieces that one is exchanged for
 
 

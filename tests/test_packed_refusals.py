@@ -17,7 +17,6 @@ REFUSED = {
     f"{GOOD} --reset-attention-mask": "--reset-attention-mask",
     f"{GOOD} --dataloader-inter-document-masking": "--dataloader-inter-document-masking",
     f"{GOOD} --hybrid-context-parallel": "--hybrid-context-parallel",
-    f"{GOOD} --sft": "--sft",
     f"{GOOD} --fim-data": "--fim-data",
     f"{GOOD} --retro-add-retriever": "--retro-add-retriever",
     f"{GOOD} --context-parallel-size 2": "--context-parallel-size",

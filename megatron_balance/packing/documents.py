@@ -18,6 +18,7 @@ from megatron_balance.packing.megatron_index import REBUILD, MegatronIndex
 from megatron_balance.packing.pieces import DROP, PieceRule
 
 _LEAST_SHARE = 1e-12  # of a blend
+_FILES = (*length_files.ENDINGS, ".jsonl")
 
 
 @dataclass(frozen=True, eq=False)
@@ -213,12 +214,15 @@ def read_lengths(path: str | os.PathLike[str]) -> Documents:
 
 def default_cache_folder(documents: Documents) -> Path:
     """Where Megatron would keep what it makes of a data set without ``--data-cache-path``: PREFIX/cache/OWNER."""
-    name = documents.name
-    return Path(
-        name.removesuffix(Path(name).suffix) if name.endswith(length_files.ENDINGS) else name,
-        "cache",
-        "megatron_balance",
-    )
+    return cache_folder_of(documents.name)
+
+
+def cache_folder_of(name: str) -> Path:
+    """The same by the name of a prefix, of a file of lengths or of a chat file."""
+    path = Path(name)
+    if name.endswith(_FILES):
+        return path.with_suffix("") / "cache" / "megatron_balance"
+    return (path.with_name(f"{path.name}.packing") if path.is_file() else path) / "cache" / "megatron_balance"
 
 
 def _first_wrong(lengths: np.ndarray) -> int | None:

@@ -7,15 +7,12 @@ of JSON padded to a fixed size, and the numbers of the documents, little-endian:
 from __future__ import annotations
 
 import contextlib
-import errno
-import fcntl
 import hashlib
 import json
 import mmap
 import shutil
 import sys
 import zlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +20,7 @@ import numpy as np
 
 from megatron_balance import reading
 from megatron_balance.errors import BalanceError
-from megatron_balance.files import remove_left, writing_atomically
+from megatron_balance.files import locked_file, remove_left, writing_atomically
 from megatron_balance.packing.documents import Documents
 from megatron_balance.packing.kernels import shuffle
 from megatron_balance.reporting import progress as shown_progress
@@ -33,7 +30,6 @@ _HEADER_BYTES = 512
 _STEP = 2**22  # documents shuffled or written between two looks at the clock
 _STALE_S = 3600.0  # a temporary file of another machine that was not written to for so long has no writer
 _LOCK = "epoch-order.lock"
-_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP)  # some network and parallel file systems
 
 
 def epoch_order(
@@ -67,7 +63,7 @@ def epoch_order(
         with contextlib.suppress(FileNotFoundError, reading.DamageError):
             return _mapped(path, wanted)
         path.parent.mkdir(parents=True, exist_ok=True)
-        with _lock(path.parent) as locked:
+        with locked_file(path.parent / _LOCK) as locked:
             try:
                 return _mapped(path, wanted)  # another process was faster
             except FileNotFoundError:
@@ -156,24 +152,6 @@ def _mapped(path: Path, wanted: dict[str, Any]) -> np.ndarray:
     if zlib.crc32(order) != checksum:  # half the time of a digest, and nobody gains by forging an order
         raise reading.DamageError("is damaged: its content does not have the checksum in its header")
     return order
-
-
-@contextlib.contextmanager
-def _lock(folder: Path) -> Iterator[bool]:
-    """Be the only process on this machine, and on others where the file system can, that writes orders to ``folder``.
-
-    The kernel gives the lock up when its holder ends, however it ends. Gives whether there is one: where the file system has
-    none, several processes may write the same bytes, each to its own temporary file.
-    """
-    with (folder / _LOCK).open("ab") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX)
-        except OSError as error:
-            if error.errno not in _NO_LOCKS:
-                raise
-            yield False
-        else:
-            yield True
 
 
 def _unwritable(path: Path, documents: Documents, error: OSError) -> str:

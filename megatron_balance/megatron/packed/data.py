@@ -5,22 +5,14 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from megatron.core import mpu, num_microbatches_calculator
-from megatron.core.datasets.blended_megatron_dataset_config import (
-    convert_split_vector_to_split_matrix,
-    parse_and_normalize_split,
-)
-from megatron.core.datasets.gpt_dataset import MockGPTLowLevelDataset
-from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.utils import Split
-from megatron.training import get_args, get_tokenizer
-from megatron.training.utils import get_blend_and_blend_per_split
+from megatron.training import get_args
 
 from megatron_balance.errors import BalanceError
 from megatron_balance.megatron import stored_layout
@@ -29,13 +21,15 @@ from megatron_balance.megatron.packed.chosen_shapes import more_of, shapes_of
 from megatron_balance.megatron.packed.greeting import greeting
 from megatron_balance.megatron.packed.items import PackedDataset
 from megatron_balance.megatron.packed.log import COUNT, LOG
+from megatron_balance.megatron.packed.options import PackingOptions
 from megatron_balance.megatron.packed.placing import Placing, agreed_cost, agreed_profile, grid_of
 from megatron_balance.megatron.packed.planner import Planner
+from megatron_balance.megatron.packed.sources import Source, sources_of
 from megatron_balance.megatron.packed.stages import reads_tokens
 from megatron_balance.megatron.registry import registry
 from megatron_balance.packing.cost import VARIABLE, BinCost
 from megatron_balance.packing.cut import batches
-from megatron_balance.packing.documents import Blend, Documents, default_cache_folder, read_indexed
+from megatron_balance.packing.documents import Blend, default_cache_folder
 from megatron_balance.packing.epoch import Epoch, epoch_pieces
 from megatron_balance.packing.index import epoch_order
 from megatron_balance.packing.pieces import PieceRule
@@ -44,25 +38,6 @@ from megatron_balance.packing.stream import Stream
 from megatron_balance.reporting import global_rank, say, stops_on_error
 
 _GREETED = 3  # global batches that are simulated for what is said at the start
-
-
-@dataclass(frozen=True, eq=False)
-class Source:
-    """Documents of one data set, and what reads their tokens.
-
-    Attributes:
-        documents: their lengths.
-        data: Megatron's low-level data set.
-        first: number there of the first of them.
-    """
-
-    documents: Documents
-    data: Any
-    first: int
-
-    def get(self, document: int, offset: int, length: int) -> np.ndarray:
-        """``length`` tokens of a document from ``offset`` on."""
-        return self.data.get(self.first + document, offset, length)
 
 
 @stops_on_error
@@ -117,7 +92,7 @@ datasets.is_distributed = True  # Megatron: build on every rank
 
 def rule_of(args: Any) -> PieceRule:
     """How documents become pieces. Tensor-parallel ranks that share out a sequence's tokens need no alignment: bins are padded."""
-    return PieceRule(args.seq_length, 1, args.varlen_packing_long_documents or "split")
+    return PieceRule(args.seq_length, 1, PackingOptions.from_args(args).long_documents)
 
 
 @cache
@@ -188,6 +163,9 @@ def _say_greeting() -> None:
         stream, how = stream_of(Split.train), placing()
         first = list(batches(stream, stream.start, [how.grid.num_bins] * _GREETED))
         say(greeting(stream.blend, first, how))
+        for source, _ in sources_of(Split.train):
+            for note in source.notes(how.rule):
+                say(f"megatron-balance: {note}")
 
 
 def cache_folder(args: Any) -> Path | None:
@@ -204,48 +182,6 @@ def _weights(weights: Sequence[float | None]) -> Sequence[float] | None:
 
 def _order(blend: Blend, seed: int, folder: Path | None, place: int, epoch: int) -> np.ndarray:
     return epoch_order(blend.data_sets[place], seed, place, epoch, folder)
-
-
-@cache
-def sources_of(split: Split) -> tuple[tuple[Source, float | None], ...]:
-    """The data sets of a split with their weights (None: by their tokens); empty where there are none."""
-    args = get_args()
-    if args.mock_data:
-        found = [(None, None)]
-        whole = False
-    else:
-        blend, per_split = get_blend_and_blend_per_split(args)
-        whole = blend is None
-        blend = per_split[split.value] if whole else blend
-        if blend is None:
-            return ()
-        prefixes, weights = blend
-        found = list(zip(prefixes, weights or [None] * len(prefixes), strict=True))
-    part = (0.0, 1.0) if whole else _split_matrix(args)[split.value]
-    if part is None:
-        return ()
-    return tuple((_source(prefix, part), weight) for prefix, weight in found)
-
-
-def _split_matrix(args: Any) -> list[tuple[float, float] | None]:
-    vector = parse_and_normalize_split(args.split or "969, 30, 1")
-    return convert_split_vector_to_split_matrix(vector)
-
-
-def _source(prefix: str | None, part: tuple[float, float]) -> Source:
-    data, name = _low_level(prefix), prefix or "mock data"
-    documents = len(data.sequence_lengths)
-    first, stop = (round(share * float(documents)) for share in part)  # as Megatron's builder rounds
-    return Source(Documents.of(name, np.asarray(data.sequence_lengths)[first:stop]), data, first)
-
-
-@cache
-def _low_level(prefix: str | None) -> Any:
-    if prefix is None:
-        return MockGPTLowLevelDataset(get_tokenizer())
-    if not IndexedDataset.exists(prefix):
-        prefix = read_indexed(prefix).name  # given with an ending; else the error says what is there instead
-    return IndexedDataset(prefix, multimodal=False, mmap=get_args().mmap_bin_files)
 
 
 def _train_size() -> Callable[[int], int]:

@@ -14,7 +14,7 @@ from megatron_balance.errors import BalanceError
 from megatron_balance.megatron import stored_layout
 from megatron_balance.megatron.packed.attention import attention_hook, chosen
 from megatron_balance.megatron.packed.chosen_shapes import check_more, more_of, row_multiple, shapes_of
-from megatron_balance.megatron.packed.options import FLAG, TE, PackingOptions, refuse_conflicts
+from megatron_balance.megatron.packed.options import FLAG, TE, PackingOptions, refuse_conflicts, trains_on_conversations
 from megatron_balance.megatron.registry import Hook, registry
 from megatron_balance.packing.cost import VARIABLE
 
@@ -29,6 +29,8 @@ def before_validation(args: Any) -> None:
     """
     refuse_conflicts(args)
     shapes_of(args)
+    # Megatron would average losses by micro-batch in evaluation, which depends on the grouping.
+    args.varlen_packing_conversations, args.sft = trains_on_conversations(args), False
     args.create_attention_mask_in_dataloader = False  # a mask of seq_length^2 that nothing would read
 
 

@@ -14,6 +14,7 @@ from megatron_balance.packing.pieces import PieceRule, Pieces
 
 TOKENS, LABELS, POSITIONS, VALID = "tokens", "labels", "position_ids", "loss_mask"
 FILLED = "filled"
+NOT_COUNTED = -1  # a label that is not to be learned
 PADDING = 256  # longest sequence of padding: the attention within it is lost work
 
 
@@ -22,7 +23,7 @@ class PackedDataset(torch.utils.data.Dataset):
 
     An item holds ``seq_length`` places: the pieces of its bin one behind the other, then padding, in sequences of its own. Its
     tensors, all of shape [seq_length]: ``tokens`` and ``labels`` (int64), ``position_ids`` (int64, from 0 in each sequence)
-    and ``loss_mask`` (float32, 1 where a label counts).
+    and ``loss_mask`` (float32, 1 where there is a label). A label that is not to be learned, as of what a user says, is -1.
 
     With ``variable`` all are of shape [slots, seq_length], and ``filled`` (int64, [slots]) says how many places hold pieces. An
     item has a second slot where a step has more micro-batches than the sampler knows of.
@@ -42,8 +43,7 @@ class PackedDataset(torch.utils.data.Dataset):
         """
         Args:
             planner: says what is in a bin.
-            readers: of each data set, with ``get(document, offset, length)`` as Megatron's indexed data set has it, numbered
-                as its documents.
+            readers: of each data set, with ``get`` and ``counted`` as `Source` has them.
             rule: of the pieces.
             num_items: length of the data set.
             split: Megatron's ``Split``, by which its loader tells training from evaluation.
@@ -78,7 +78,8 @@ class PackedDataset(torch.utils.data.Dataset):
             if self.with_tokens:
                 text = self.readers[data_set].get(int(document), int(first), int(end - first) + 1)
                 tokens[0, place : place + end - first] = text[:-1]
-                tokens[1, place : place + end - first] = text[1:]
+                counted = self.readers[data_set].counted(int(document), int(first) + 1, int(end - first))
+                tokens[1, place : place + end - first] = np.where(counted, text[1:].astype(np.int64), NOT_COUNTED)
             place += room
         positions[place:] = np.arange(length - place) % PADDING
         values = {POSITIONS: positions, VALID: valid}

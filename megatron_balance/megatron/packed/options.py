@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron_balance.errors import BalanceError
 from megatron_balance.packing.cost import SHAPES
-from megatron_balance.packing.pieces import LONG_DOCUMENTS, SPLIT
+from megatron_balance.packing.pieces import LONG_DOCUMENTS, SPLIT, TRUNCATE
 
 FLAG = "--varlen-packing"
 AUTO, TE, FLASH, TORCH = "auto", "te", "flash", "torch"
@@ -48,12 +48,18 @@ class PackingOptions:
                         f"{FLAG}-{name.replace('_', '-')} does nothing without {FLAG}: add it or leave both out"
                     )
             return None
+        usual = TRUNCATE if trains_on_conversations(args) else SPLIT
         return cls(
-            given["long_documents"] or SPLIT,
+            given["long_documents"] or usual,
             given["attention"] or AUTO,
             given["shapes"] or AUTO,
             given["micro_batches"] or 0,
         )
+
+
+def trains_on_conversations(args: Any) -> bool:
+    """Whether ``--sft`` was given: packing takes it over, so that Megatron's own loss and data do not meet it."""
+    return bool(getattr(args, "varlen_packing_conversations", False) or getattr(args, "sft", False))
 
 
 def add_arguments(group: argparse._ArgumentGroup) -> None:
@@ -68,7 +74,8 @@ def add_arguments(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         f"{FLAG}-long-documents",
         choices=LONG_DOCUMENTS,
-        help="Documents longer than --seq-length: split them into bins and a rest (the default), truncate or drop them.",
+        help="Documents longer than --seq-length: split them into bins and a rest (the default), truncate (the"
+        " default with --sft) or drop them.",
     )
     group.add_argument(
         f"{FLAG}-attention",
@@ -140,7 +147,6 @@ CONFLICTS = (
     Conflict("hybrid_context_parallel", bool, "--hybrid-context-parallel", _OTHER_PACKER),
     Conflict("dynamic_context_parallel", bool, "--dynamic-context-parallel", _OTHER_PACKER),
     Conflict("sequence_packing_scheduler", bool, "--sequence-packing-scheduler", _OTHER_PACKER),
-    Conflict("sft", bool, "--sft", _LATER),
     Conflict("fim_data", bool, "--fim-data", "it rewrites documents to other lengths: leave one of the two out"),
     Conflict(
         "retro_add_retriever", bool, "--retro-add-retriever", "it reads neighbours of chopped chunks: leave it out"

@@ -67,7 +67,8 @@ def next_batch(data_iterator: Iterator[dict[str, torch.Tensor]], vp_stage: int |
     tokens = labels = loss_mask = None
     if reads_tokens(get_args(), vp_stage):
         tokens, labels = _read(item, positions)
-        loss_mask = item[VALID].reshape(1, -1).cuda(non_blocking=True)
+        loss_mask = item[VALID].reshape(1, -1).cuda(non_blocking=True).masked_fill(labels < 0, 0.0)
+        labels = labels.clamp(min=0)
         if get_args().eod_mask_loss:
             loss_mask = loss_mask.masked_fill(tokens == _eod(), 0.0)
     return Batch(tokens, labels, loss_mask, positions.cuda(non_blocking=True), _packed(positions))
