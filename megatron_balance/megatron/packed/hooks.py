@@ -12,9 +12,11 @@ import torch
 from megatron_balance import cpu
 from megatron_balance.errors import BalanceError
 from megatron_balance.megatron import stored_layout
+from megatron_balance.megatron.arguments import topology_of
 from megatron_balance.megatron.packed.attention import attention_hook, chosen
 from megatron_balance.megatron.packed.options import FLAG, TE, PackingOptions, refuse_conflicts
 from megatron_balance.megatron.registry import Hook, registry
+from megatron_balance.packing.sizes import check_seq_length
 
 Function = Callable[..., Any]
 
@@ -32,9 +34,14 @@ def before_validation(args: Any) -> None:
 def after_globals(args: Any, options: PackingOptions) -> None:
     """Choose the attention, and have checkpoints keep the place in the data."""
     on_gpu = torch.cuda.is_available() and not cpu.is_installed()
-    kind = chosen(options.attention, args.transformer_impl, on_gpu)
+    kind = chosen(options.attention, args.transformer_impl, on_gpu, args.context_parallel_size)
     if kind != TE:
         registry.apply(attention_hook(kind))
+        if args.context_parallel_size > 1:
+            from megatron_balance.megatron.packed.context import LOCAL_ATTENTION
+
+            registry.apply(LOCAL_ATTENTION)
+    check_seq_length(args.seq_length, topology_of(args, 1), args.sequence_parallel)
     registry.apply(ROWS)
     registry.apply(stored_layout.SAVE)
 

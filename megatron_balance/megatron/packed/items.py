@@ -45,6 +45,7 @@ class PackedDataset(torch.utils.data.Dataset):
         """
         self.planner, self.readers, self.rule = planner, readers, rule
         self.num_items, self.index_split, self.with_tokens = num_items, split, with_tokens
+        self._padding = rule.room(_PADDING)
 
     def __len__(self) -> int:
         return self.num_items
@@ -65,7 +66,7 @@ class PackedDataset(torch.utils.data.Dataset):
                 tokens[0, place : place + end - first] = text[:-1]
                 tokens[1, place : place + end - first] = text[1:]
             place += room
-        positions[place:] = np.arange(length - place) % _PADDING
+        positions[place:] = np.arange(length - place) % self._padding
         values = {POSITIONS: positions, VALID: valid}
         if self.with_tokens:
             values |= {TOKENS: tokens[0], LABELS: tokens[1]}

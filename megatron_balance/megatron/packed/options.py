@@ -109,7 +109,6 @@ CONFLICTS = (
     Conflict(
         "retro_add_retriever", bool, "--retro-add-retriever", "it reads neighbours of chopped chunks: leave it out"
     ),
-    Conflict("context_parallel_size", _above_one, "--context-parallel-size above 1", _LATER),
     Conflict("mtp_num_layers", bool, "--mtp-num-layers", _LATER),
     Conflict("hybrid_layer_pattern", bool, "--hybrid-layer-pattern", _LATER),
     Conflict("hybrid_override_pattern", bool, "--hybrid-override-pattern", _LATER),
