@@ -80,8 +80,8 @@ def chosen(asked: str, implementation: str, on_gpu: bool, context_size: int = 1)
         raise BalanceError(f"{FLAG} {FLASH} needs {lack}: give {TORCH}")
     if asked == FLASH and context_size > 1:
         raise BalanceError(
-            f"{FLAG} {FLASH} attends to a rank's own tokens alone, but --context-parallel-size {context_size} spreads sequences over"
-            f" ranks: give {TORCH}, or --transformer-impl transformer_engine"
+            f"{FLAG} {FLASH} attends to a rank's own tokens alone, but --context-parallel-size {context_size} spreads each"
+            f" sequence over ranks: give {TORCH}, or --transformer-impl transformer_engine"
         )
     return asked
 

@@ -15,6 +15,8 @@ from megatron_balance.megatron import stored_layout
 from megatron_balance.megatron.arguments import topology_of
 from megatron_balance.megatron.packed.attention import attention_hook, chosen
 from megatron_balance.megatron.packed.options import FLAG, TE, PackingOptions, refuse_conflicts
+from megatron_balance.megatron.packed.prediction import WEIGHTS, rescales
+from megatron_balance.megatron.packed.versions import refuse_missing
 from megatron_balance.megatron.registry import Hook, registry
 from megatron_balance.packing.sizes import check_seq_length
 
@@ -28,6 +30,7 @@ def before_validation(args: Any) -> None:
         BalanceError: says why.
     """
     refuse_conflicts(args)
+    refuse_missing(args)
     args.create_attention_mask_in_dataloader = False  # a mask of seq_length^2 that nothing would read
 
 
@@ -42,6 +45,8 @@ def after_globals(args: Any, options: PackingOptions) -> None:
 
             registry.apply(LOCAL_ATTENTION)
     check_seq_length(args.seq_length, topology_of(args, 1), args.sequence_parallel)
+    if args.mtp_num_layers and rescales():
+        registry.apply(WEIGHTS)
     registry.apply(ROWS)
     registry.apply(stored_layout.SAVE)
 

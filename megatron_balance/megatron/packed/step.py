@@ -108,8 +108,11 @@ def _packed(positions: torch.Tensor) -> PackedSeqParams:
         cu_seqlens_kv=on_device,
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
-        **_known(tokens_per_sample=get_args().seq_length, pad_between_seqs=False),
+        **_known(pad_between_seqs=False),
     )
+    if "seq_idx" in _fields():  # for Mamba layers; Megatron's own way to it waits for the GPU
+        numbers = torch.arange(lengths.numel(), dtype=torch.int32).repeat_interleave(lengths)
+        packed.seq_idx = numbers[None].cuda(non_blocking=True)
     if mpu.get_context_parallel_world_size() > 1:  # the padding of a sequence counts as a part of it, but has no label
         packed.cu_seqlens_q_padded = packed.cu_seqlens_kv_padded = on_device
     packed.lengths = lengths.tolist()
