@@ -91,9 +91,6 @@ def _one_of(*values: Any) -> Callable[[Any], bool]:
 _OWN_BOUNDS = "the bounds of documents come from the index, not from end-of-document tokens: leave it out"
 _OTHER_PACKER = "it packs by a rule of its own: leave one of the two out"
 _FIXED_ITEMS = "every item has its place in a global batch that is planned as a whole: leave it out"
-_FP8_ATTENTION = (
-    "Transformer Engine's attention in FP8 takes no packed sequences: leave it out (FP8 in all other layers works)"
-)
 _LATER = "packing does not do this yet"
 
 CONFLICTS = (
@@ -153,8 +150,6 @@ CONFLICTS = (
         "--position-embedding-type mrope",
         "its positions have three axes, documents of text have one: take rope",
     ),
-    Conflict("fp8_dot_product_attention", bool, "--fp8-dot-product-attention", _FP8_ATTENTION),
-    Conflict("fp8_multi_head_attention", bool, "--fp8-multi-head-attention", _FP8_ATTENTION),
     Conflict(
         "softmax_type",
         _one_of("off-by-one", "learnable"),
