@@ -170,6 +170,7 @@ if __name__ == "__main__":
     tensor_parallel.model_parallel_cuda_manual_seed(1)
     registry.apply(attention_hook(TORCH))
     registry.apply(LOCAL_ATTENTION)
+    registry.apply(prediction.ROLL)
     if prediction.rescales():
         registry.apply(prediction.weights_hook(shares))
     kinds = {"full": {}, "window": {"window_size": (6, 0)}, "prediction": {"mtp_num_layers": DEPTHS}}

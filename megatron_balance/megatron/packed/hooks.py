@@ -15,7 +15,7 @@ from megatron_balance.megatron import stored_layout
 from megatron_balance.megatron.arguments import topology_of
 from megatron_balance.megatron.packed.attention import attention_hook, chosen
 from megatron_balance.megatron.packed.options import FLAG, TE, PackingOptions, refuse_conflicts
-from megatron_balance.megatron.packed.prediction import WEIGHTS, rescales
+from megatron_balance.megatron.packed.prediction import ROLL, WEIGHTS, rescales
 from megatron_balance.megatron.packed.versions import refuse_missing
 from megatron_balance.megatron.registry import Hook, registry
 from megatron_balance.packing.sizes import check_seq_length
@@ -45,8 +45,10 @@ def after_globals(args: Any, options: PackingOptions) -> None:
 
             registry.apply(LOCAL_ATTENTION)
     check_seq_length(args.seq_length, topology_of(args, 1), args.sequence_parallel)
-    if args.mtp_num_layers and rescales():
-        registry.apply(WEIGHTS)
+    if args.mtp_num_layers:
+        registry.apply(ROLL)
+        if rescales():
+            registry.apply(WEIGHTS)
     registry.apply(ROWS)
     registry.apply(stored_layout.SAVE)
 

@@ -1,4 +1,4 @@
-"""Multi-token prediction on packed documents: its gradient does not depend on which of them share a micro-batch."""
+"""Multi-token prediction on packed documents: weighed so that it does not matter which share a micro-batch, and rolled at once."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from megatron_balance.megatron.packed.context import own_places, whole
 from megatron_balance.megatron.packed.options import FLAG
 from megatron_balance.megatron.registry import Hook
 
@@ -82,4 +83,37 @@ def _of_global_batch() -> list[float]:
     return rolled_shares(window.batch.pieces.tokens, args.mtp_num_layers)
 
 
+def _at_once(
+    roll: Callable[..., tuple[torch.Tensor, torch.Tensor]],
+) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
+    """`roll_tensor` that moves all sequences of a row to the left together.
+
+    Megatron's own goes from one to the next, asks the GPU for the bounds of each, and with context parallelism sends four
+    messages for it: here are none, and one collective.
+    """
+
+    def roll_tensor(
+        tensor: torch.Tensor, *args: Any, cp_group: Any = None, packed_seq_params: Any = None, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        lengths = getattr(packed_seq_params, "lengths", None)
+        places = None if lengths is None else own_places(lengths)
+        shift, dim = kwargs.get("shifts", -1), kwargs.get("dims", -1)
+        if (
+            tensor is None
+            or lengths is None
+            or args
+            or shift != -1
+            or dim != -1
+            or (places is not None and cp_group is None)
+        ):
+            return roll(tensor, *args, cp_group=cp_group, packed_seq_params=packed_seq_params, **kwargs)
+        row = whole(tensor.movedim(-1, 0), lengths)
+        rolled = row.roll(-1, 0).index_fill(0, packed_seq_params.cu_seqlens_q[1:].long() - 1, 0)
+        rolled = (rolled if places is None else rolled[places.to(row.device)]).movedim(0, -1)
+        return rolled, rolled.sum()
+
+    return roll_tensor
+
+
+ROLL = Hook(_MODULE, "roll_tensor", f"{FLAG} with --mtp-num-layers", "rolls all sequences at once", _at_once)
 WEIGHTS = weights_hook(_of_global_batch)
