@@ -314,8 +314,18 @@ def _use_gloo() -> None:
     def isend(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         return sending(tensor.clone(), *args, **kwargs)
 
+    exchanging = module.all_to_all_single
+
+    @functools.wraps(exchanging)
+    def all_to_all_single(output: torch.Tensor, input: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        # Sizes that Megatron moves off the GPU as numbers are tensors already here, which torch does not take.
+        args = tuple(arg.tolist() if isinstance(arg, torch.Tensor) else arg for arg in args)
+        kwargs = {name: arg.tolist() if isinstance(arg, torch.Tensor) else arg for name, arg in kwargs.items()}
+        return exchanging(output, input, *args, **kwargs)
+
     for place in (dist, module):
         place.isend = isend
+        place.all_to_all_single = all_to_all_single
 
 
 def _with_gloo(function: Any) -> Any:

@@ -93,20 +93,18 @@ def _at_once(
     """
 
     def roll_tensor(
-        tensor: torch.Tensor, *args: Any, cp_group: Any = None, packed_seq_params: Any = None, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        tensor: Any,
+        shifts: int = -1,
+        dims: int = -1,
+        cp_group: Any = None,
+        packed_seq_params: Any = None,
+        **kwargs: Any,
+    ) -> tuple[Any, Any]:
         lengths = getattr(packed_seq_params, "lengths", None)
         places = None if lengths is None else own_places(lengths)
-        shift, dim = kwargs.get("shifts", -1), kwargs.get("dims", -1)
-        if (
-            tensor is None
-            or lengths is None
-            or args
-            or shift != -1
-            or dim != -1
-            or (places is not None and cp_group is None)
-        ):
-            return roll(tensor, *args, cp_group=cp_group, packed_seq_params=packed_seq_params, **kwargs)
+        alone = places is not None and cp_group is None  # a rank's own part, hidden states that are mixed
+        if tensor is None or lengths is None or alone or (shifts, dims) != (-1, -1):
+            return roll(tensor, shifts, dims, cp_group, packed_seq_params, **kwargs)
         row = whole(tensor.movedim(-1, 0), lengths)
         rolled = row.roll(-1, 0).index_fill(0, packed_seq_params.cu_seqlens_q[1:].long() - 1, 0)
         rolled = (rolled if places is None else rolled[places.to(row.device)]).movedim(0, -1)
