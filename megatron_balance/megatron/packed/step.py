@@ -81,7 +81,9 @@ def next_batch(data_iterator: Iterator[dict[str, torch.Tensor]], vp_stage: int |
 def _own(item: dict[str, torch.Tensor], packed: PackedSeqParams) -> dict[str, torch.Tensor]:
     """Of an item the tokens that this context-parallel rank has."""
     places = own_places(packed.lengths)
-    return item if places is None else {name: value.reshape(-1)[places] for name, value in item.items()}
+    if places is None:
+        return item
+    return {name: item[name].reshape(-1)[places] for name in (TOKENS, LABELS, POSITIONS, VALID) if name in item}
 
 
 def _read(item: dict[str, torch.Tensor], positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
