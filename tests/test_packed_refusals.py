@@ -21,6 +21,7 @@ REFUSED = {
     f"{GOOD} --fim-data": "--fim-data",
     f"{GOOD} --retro-add-retriever": "--retro-add-retriever",
     f"{GOOD} --moe-router-load-balancing-type seq_aux_loss": "seq_aux_loss",
+    f"{GOOD} --moe-router-load-balancing-type sinkhorn": "sinkhorn",
     f"{GOOD} --overlap-moe-expert-parallel-comm": "--overlap-moe-expert-parallel-comm",
     f"{GOOD} --dataloader-type cyclic": "--dataloader-type",
     f"{GOOD} --dataloader-type external": "--dataloader-type",

@@ -112,6 +112,12 @@ CONFLICTS = (
         "this loss is over sequences, and depends on which documents share one: take aux_loss or another",
     ),
     Conflict(
+        "moe_router_load_balancing_type",
+        _one_of("sinkhorn"),
+        "--moe-router-load-balancing-type sinkhorn",
+        "it routes a document's tokens by all others of its micro-batch: take aux_loss or another",
+    ),
+    Conflict(
         "overlap_moe_expert_parallel_comm",
         bool,
         "--overlap-moe-expert-parallel-comm",

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
 from typing import Any
 
 from megatron_balance.errors import BalanceError
 from megatron_balance.megatron.packed.options import FLAG
+
+_VARIANTS = "megatron.core.transformer.experimental_attention_variant"
 
 
 def refuse_missing(args: Any) -> None:
@@ -31,6 +34,15 @@ def refuse_missing(args: Any) -> None:
                 f"{FLAG} cannot be used with hybrid patterns on this Megatron, whose Mamba layers carry their state from one"
                 " document into the next: take Megatron 0.16 or newer"
             )
+    if getattr(args, "experimental_attention_variant", None) == "dsa" and not _has(f"{_VARIANTS}.dsa_masking"):
+        raise BalanceError(
+            f"{FLAG} cannot be used with --experimental-attention-variant dsa on this Megatron, whose sparse attention chooses"
+            " tokens of other documents: take Megatron 0.19 or newer"
+        )
+
+
+def _has(module: str) -> bool:
+    return importlib.util.find_spec(module) is not None
 
 
 def _knows_bounds(function: Any) -> bool:
