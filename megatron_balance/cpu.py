@@ -314,8 +314,18 @@ def _use_gloo() -> None:
     def isend(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         return sending(tensor.clone(), *args, **kwargs)
 
+    exchanging = module.all_to_all_single
+
+    @functools.wraps(exchanging)
+    def all_to_all_single(output: torch.Tensor, input: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        # Sizes that Megatron moves off the GPU as numbers are tensors already here, which torch does not take.
+        args = tuple(arg.tolist() if isinstance(arg, torch.Tensor) else arg for arg in args)
+        kwargs = {name: arg.tolist() if isinstance(arg, torch.Tensor) else arg for name, arg in kwargs.items()}
+        return exchanging(output, input, *args, **kwargs)
+
     for place in (dist, module):
         place.isend = isend
+        place.all_to_all_single = all_to_all_single
 
 
 def _with_gloo(function: Any) -> Any:
@@ -435,6 +445,25 @@ def _takes_slices(forward: Any) -> Any:
     return attend
 
 
+def _shares_out_tokens(construct: Any) -> Any:
+    """Let torch's norms serve sequence parallelism, too: Megatron sums the gradients of parameters that are marked.
+
+    Transformer Engine's and Apex's norms mark their own; Megatron refuses torch's, which do not.
+    """
+
+    def new(cls: Any, config: Any, *args: Any, **kwargs: Any) -> Any:
+        shared, config.sequence_parallel = config.sequence_parallel, False
+        try:
+            norm = construct(cls, config, *args, **kwargs)
+        finally:
+            config.sequence_parallel = shared
+        for parameter in norm.parameters():
+            parameter.sequence_parallel = shared
+        return norm
+
+    return new
+
+
 _NEEDED_BY = "the CPU runtime"
 _ATTENTION = "megatron.core.transformer.dot_product_attention"
 _OPTIMIZER = "megatron.core.optimizer.distrib_optimizer"
@@ -446,6 +475,13 @@ HOOKS = (
     Hook(_RANDOM, "_set_cuda_rng_state", _NEEDED_BY, "sets the CPU's generator", _set_rng_state),
     Hook(_ATTENTION, "DotProductAttention.__init__", _NEEDED_BY, "takes widths of heads", _takes_head_sizes),
     Hook(_ATTENTION, "DotProductAttention.forward", _NEEDED_BY, "takes slices", _takes_slices),
+    Hook(
+        "megatron.core.transformer.torch_norm",
+        "WrappedTorchNorm.__new__",
+        _NEEDED_BY,
+        "shares out tokens",
+        _shares_out_tokens,
+    ),
     Hook(_OPTIMIZER, "DistributedOptimizer.state_dict", _NEEDED_BY, "allows no steps yet", _without_steps),
     Hook(_OPTIMIZER, "DistributedOptimizer.load_state_dict", _NEEDED_BY, "keeps steps apart", _with_own_steps),
     Hook(_OPTIMIZER, _SET_STATES, _NEEDED_BY, "keeps the loaded steps", _with_loaded_steps),

@@ -21,11 +21,12 @@ def ready() -> None:
     import torch
 
     from megatron_balance.megatron.packed import step
+    from megatron_balance.megatron.packed.context import whole
     from megatron_balance.reporting import global_rank
 
     observe(folder)
     Path(folder).mkdir(parents=True, exist_ok=True)
-    sent, lengths = count_messages(Path(folder)), set()
+    sent, rows = count_messages(Path(folder)), set()
     next_batch, file = step.next_batch, (Path(folder) / f"fed-{global_rank()}.jsonl").open("w")
 
     def seen(*args, **kwargs):
@@ -33,13 +34,14 @@ def ready() -> None:
         from megatron.training import get_args
 
         batch = next_batch(*args, **kwargs)
-        lengths.add(batch.positions.numel())
-        sent["lengths"] = sorted(lengths)
+        rows.add(batch.positions.numel())
+        sent["lengths"] = sorted(rows)
         last = mpu.is_pipeline_last_stage(ignore_virtual=True) and batch.labels is not None
         if last and torch.is_grad_enabled() and mpu.get_tensor_model_parallel_rank() == 0:
+            lengths = batch.packed.lengths
             lines = zip(
                 *(
-                    [part.tolist() for part in row[0].split(batch.packed.lengths)]
+                    [part.tolist() for part in whole(row[0], lengths).split(lengths)]
                     for row in (batch.tokens, batch.labels, batch.loss_mask)
                 ),
                 strict=True,
@@ -49,8 +51,9 @@ def ready() -> None:
                 for tokens, labels, mask in lines
                 if any(mask)
             ]
-            file.write(json.dumps([get_args().consumed_train_samples, pieces]) + "\n")
-            file.flush()
+            if mpu.get_context_parallel_rank() == 0:
+                file.write(json.dumps([get_args().consumed_train_samples, pieces]) + "\n")
+                file.flush()
         return batch
 
     step.next_batch = seen

@@ -105,6 +105,53 @@ def test_evaluation_does_not_depend_on_the_topology(packed, flags, processes):
     assert values == pytest.approx(reference, rel=3e-6)  # seven digits are printed
 
 
+MOE = (
+    "--num-experts 4 --moe-router-topk 2 --moe-router-load-balancing-type none --moe-token-dispatcher-type alltoall"
+    " --disable-bias-linear"
+)
+PREDICTING = "--mtp-num-layers 2 --position-embedding-type rope"
+
+
+@pytest.fixture(scope="session")
+def shared(checkpoint, tmp_path_factory) -> Callable[..., Run]:
+    """Ten packed steps from a PP=1 checkpoint, on documents that two context-parallel ranks share without padding: so that a
+    global batch holds the same ones on any number of ranks; once for each model and set of flags.
+    """
+    prefix = tmp_path_factory.mktemp("documents of fours") / "text"
+    write_documents(prefix, multiple=4)
+
+    @cache
+    def train(model: str = "", flags: str = "", processes: int = 1) -> Run:
+        load = f"--load {checkpoint(f'{MODEL} {model}')} --finetune --no-load-optim --no-load-rng --train-iters 10"
+        return trained(launch(tmp_path_factory.mktemp("run"), arguments(prefix, f"{load} {model} {flags}"), processes))
+
+    return train
+
+
+@pytest.mark.parametrize(
+    ("model", "flags", "processes"),
+    [
+        ("", "--context-parallel-size 2", 2),
+        ("", "--context-parallel-size 2 --pipeline-model-parallel-size 2 --micro-batch-size 2", 4),
+        ("", "--tensor-model-parallel-size 2 --sequence-parallel", 2),
+        ("", "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather", 2),
+        ("", "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1", 1),
+        (MOE, "--expert-model-parallel-size 2", 2),
+        (PREDICTING, "--context-parallel-size 2", 2),
+        (PREDICTING, "--pipeline-model-parallel-size 4 --pipeline-model-parallel-layout Ett|tt|mm|L", 4),
+    ],
+    ids=[
+        "CP2", "CP2-PP2-two-bins", "TP2-SP", "distributed-optimizer", "recompute", "EP2", "MTP-CP2", "MTP-alone-PP4",
+    ],
+)  # fmt: skip
+def test_losses_equal_those_of_one_process_on_all_kinds_of_ranks(shared, model, flags, processes):
+    run, reference = shared(model, flags, processes), shared(model)
+    assert len(run.losses) == len(reference.losses) == 10
+    assert run.losses == pytest.approx(reference.losses, rel=TOLERANCE)
+    assert len(evaluated(reference)) > 0
+    assert evaluated(run) == pytest.approx(evaluated(reference), rel=3e-6)  # seven digits are printed
+
+
 def evaluated(run: Run) -> list[float]:
     return [float(value) for value in re.findall(r"lm loss value: (\S+)", run.output)]
 
@@ -164,6 +211,18 @@ def test_samples_that_end_inside_a_step_are_the_same_in_both_shapes(packed):
 def messages(run: Run) -> dict[int, dict]:
     """What was sent by each rank."""
     return {int(path.stem.split("-")[1]): json.loads(path.read_text()) for path in run.folder.glob("seen/sent-*.json")}
+
+
+def test_every_label_is_learned_once_an_epoch_also_when_context_parallelism_begins_in_the_middle(documents, tmp_path):
+    """It pads documents, so that a global batch holds other ones."""
+    prefix, written = documents
+    keep = f"--save {tmp_path / 'checkpoint'} --save-interval 20 --eod-mask-loss"
+    trained(launch(tmp_path / "before", arguments(prefix, f"{keep} --train-iters 20"), driver=DRIVER))
+    resumed = f"--load {tmp_path / 'checkpoint'} {keep} --train-iters 45 --context-parallel-size 2"
+    trained(launch(tmp_path / "after", arguments(prefix, resumed), 2, driver=DRIVER))
+    steps = fed(tmp_path / "before") | fed(tmp_path / "after")
+    assert sorted(steps) == list(range(0, 45 * 8, 8))
+    check_epochs(steps, written[: round(0.9 * len(written))])
 
 
 def test_too_few_documents_to_evaluate_on_are_refused_before_training(documents, tmp_path):

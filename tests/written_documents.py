@@ -11,9 +11,12 @@ EOD = 126  # the tokenizer's end of document with --vocab-size 127
 
 
 def write_documents(
-    prefix: Path, documents: int = 400, seed: int = 0, median: float = 12.0, longest: int = 90
+    prefix: Path, documents: int = 400, seed: int = 0, median: float = 12.0, longest: int = 90, multiple: int = 1
 ) -> list[np.ndarray]:
-    """Write PREFIX.bin and PREFIX.idx with documents of log-normal lengths; returns their tokens: the last one 0, one ``EOD``."""
+    """Write PREFIX.bin and PREFIX.idx with documents of log-normal lengths; returns their tokens: the last one 0, one ``EOD``.
+
+    Each has a multiple of ``multiple`` labels.
+    """
     import torch
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
@@ -21,6 +24,7 @@ def write_documents(
     text = np.frombuffer(inspect.getsource(np).encode(), np.uint8).astype(np.int64)
     text = text[(text > 0) & (text < EOD)]
     lengths = np.clip(rng.lognormal(np.log(median), 0.9, documents).round().astype(int), 1, longest)
+    lengths = -(-(lengths - 1) // multiple) * multiple + 1
     written = []
     builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.int32)
     for length in lengths:

@@ -58,11 +58,12 @@ def _hooks() -> tuple[Hook, ...]:
     from megatron_balance import cpu
     from megatron_balance.megatron import balanced_pipeline, entry_points, stored_layout
     from megatron_balance.megatron.measuring.measurement import Measurement
-    from megatron_balance.megatron.packed import attention, hooks, log, options
+    from megatron_balance.megatron.packed import attention, context, hooks, log, options, prediction
 
     ours = (*entry_points.HOOKS, balanced_pipeline.PRINT_ARGS, stored_layout.SAVE)
-    packing = (hooks.ROWS, attention.attention_hook(options.TORCH), log.LOG, log.COUNT)
-    return (*ours, *packing, *Measurement(Path("costs.json")).hooks(), *cpu.HOOKS)
+    packing = (hooks.ROWS, attention.attention_hook(options.TORCH), context.LOCAL_ATTENTION, log.LOG, log.COUNT)
+    predicting = (prediction.ROLL, *([prediction.WEIGHTS] if prediction.rescales() else []))
+    return (*ours, *packing, *predicting, *Measurement(Path("costs.json")).hooks(), *cpu.HOOKS)
 
 
 def _problem(hook: Hook) -> str | None:

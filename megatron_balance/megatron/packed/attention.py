@@ -49,13 +49,14 @@ def attention_hook(kind: str) -> Hook:
     return Hook(module, "DotProductAttention.forward", FLAG, "attends within each sequence", wrap)
 
 
-def chosen(asked: str, implementation: str, on_gpu: bool) -> str:
+def chosen(asked: str, implementation: str, on_gpu: bool, context_size: int = 1) -> str:
     """The attention that is used: ``te``, ``flash`` or ``torch``.
 
     Args:
         asked: value of the flag.
         implementation: Megatron's ``--transformer-impl``, after the CPU runtime has had its say.
         on_gpu: whether the job trains on GPUs.
+        context_size: context-parallel ranks.
 
     Raises:
         BalanceError: what was asked for cannot be had here.
@@ -63,7 +64,7 @@ def chosen(asked: str, implementation: str, on_gpu: bool) -> str:
     engine = implementation == "transformer_engine"
     has_flash = importlib.util.find_spec("flash_attn") is not None
     if asked == AUTO:
-        return TE if engine else FLASH if has_flash and on_gpu else TORCH
+        return TE if engine else FLASH if has_flash and on_gpu and context_size == 1 else TORCH
     if asked == TE and not engine:
         raise BalanceError(
             f"{FLAG} {TE} needs the layers of Transformer Engine, but this job has --transformer-impl {implementation}:"
@@ -77,11 +78,16 @@ def chosen(asked: str, implementation: str, on_gpu: bool) -> str:
     if asked == FLASH and not (has_flash and on_gpu):
         lack = "the package flash-attn, which is not installed" if on_gpu else "a GPU"
         raise BalanceError(f"{FLAG} {FLASH} needs {lack}: give {TORCH}")
+    if asked == FLASH and context_size > 1:
+        raise BalanceError(
+            f"{FLAG} {FLASH} attends to a rank's own tokens alone, but --context-parallel-size {context_size} spreads each"
+            f" sequence over ranks: give {TORCH}, or --transformer-impl transformer_engine"
+        )
     return asked
 
 
 def _one_by_one(module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packed: Any) -> torch.Tensor:
-    """Torch's attention for each sequence.
+    """Torch's attention for each sequence; with context parallelism of a rank's own queries to all keys, which are gathered.
 
     Args:
         query, key, value: shape [tokens, heads, head size]; fewer heads of keys and values with grouped queries.
@@ -89,24 +95,31 @@ def _one_by_one(module: Any, query: torch.Tensor, key: torch.Tensor, value: torc
     Returns:
         Shape [tokens, heads, value's head size].
     """
+    from megatron_balance.megatron.packed.context import whole
+
+    lengths = _lengths(packed)
+    own = [length * query.size(0) // sum(lengths) for length in lengths]
+    key, value = whole(key, lengths), whole(value, lengths)
     groups = query.size(1) // key.size(1)
     if groups > 1:
         key, value = (each.repeat_interleave(groups, dim=1) for each in (key, value))
-    lengths = _lengths(packed)
     parts = [
         _attend(module, *(each.transpose(0, 1).unsqueeze(0) for each in sequence))
-        for sequence in zip(query.split(lengths), key.split(lengths), value.split(lengths), strict=True)
+        for sequence in zip(query.split(own), key.split(lengths), value.split(lengths), strict=True)
     ]
     return torch.cat(parts, dim=2).squeeze(0).transpose(0, 1)
 
 
 def _attend(module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Causal attention of one sequence, shape [1, heads, tokens, head size]."""
-    tokens, window = query.size(2), _window(module)
-    mask = None
-    if window is not None and window < tokens:
-        ones = torch.ones(tokens, tokens, dtype=torch.bool, device=query.device)
-        mask = ones.tril().triu(1 - window)
+    """Causal attention of one sequence, shape [1, heads, tokens, head size]; fewer tokens of queries with context parallelism."""
+    from megatron_balance.megatron.packed.context import own_places
+
+    tokens, window = key.size(2), _window(module)
+    mask, own = None, own_places([tokens])
+    if own is not None or (window is not None and window < tokens):
+        mask = torch.ones(tokens, tokens, dtype=torch.bool, device=query.device).tril()
+        mask = mask if window is None else mask.triu(1 - window)
+        mask = mask if own is None else mask[own]
     return F.scaled_dot_product_attention(
         query,
         key,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from megatron_balance.errors import BalanceError
@@ -36,5 +37,12 @@ def start(args: Any, stream: Stream) -> tuple[int, Cursor]:
             f"the checkpoint in {args.load} has seen {item} samples, but was not trained with --varlen-packing: which documents it"
             " has seen cannot be told. Give --finetune to begin with the first document, or leave --varlen-packing out"
         )
+    cursor = _padded_as(stream, cursor)
     stream.check(cursor)
     return item, cursor
+
+
+def _padded_as(stream: Stream, cursor: Cursor) -> Cursor:
+    """The cursor for the alignment of this job: context parallelism pads pieces, but changes neither them nor their order."""
+    rule = replace(cursor.identity.rule, alignment=stream.rule.alignment)
+    return replace(cursor, identity=replace(cursor.identity, rule=rule))

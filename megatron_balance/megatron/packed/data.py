@@ -16,6 +16,7 @@ from megatron.training import get_args
 
 from megatron_balance.errors import BalanceError
 from megatron_balance.megatron import stored_layout
+from megatron_balance.megatron.arguments import topology_of
 from megatron_balance.megatron.packed import cursors
 from megatron_balance.megatron.packed.chosen_shapes import more_of, shapes_of
 from megatron_balance.megatron.packed.greeting import greeting
@@ -34,6 +35,7 @@ from megatron_balance.packing.epoch import Epoch, epoch_pieces
 from megatron_balance.packing.index import epoch_order
 from megatron_balance.packing.pieces import PieceRule
 from megatron_balance.packing.profile import tuning_grid, tuning_samples
+from megatron_balance.packing.sizes import alignment_of
 from megatron_balance.packing.stream import Stream
 from megatron_balance.reporting import global_rank, say, stops_on_error
 
@@ -91,8 +93,9 @@ datasets.is_distributed = True  # Megatron: build on every rank
 
 
 def rule_of(args: Any) -> PieceRule:
-    """How documents become pieces. Tensor-parallel ranks that share out a sequence's tokens need no alignment: bins are padded."""
-    return PieceRule(args.seq_length, 1, PackingOptions.from_args(args).long_documents)
+    """How documents become pieces."""
+    alignment = alignment_of(topology_of(args, 1))
+    return PieceRule(args.seq_length, alignment, PackingOptions.from_args(args).long_documents)
 
 
 @cache

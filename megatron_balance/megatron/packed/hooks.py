@@ -12,11 +12,15 @@ import torch
 from megatron_balance import cpu
 from megatron_balance.errors import BalanceError
 from megatron_balance.megatron import stored_layout
+from megatron_balance.megatron.arguments import topology_of
 from megatron_balance.megatron.packed.attention import attention_hook, chosen
 from megatron_balance.megatron.packed.chosen_shapes import check_more, more_of, row_multiple, shapes_of
 from megatron_balance.megatron.packed.options import FLAG, TE, PackingOptions, refuse_conflicts, trains_on_conversations
+from megatron_balance.megatron.packed.prediction import ROLL, WEIGHTS, rescales
+from megatron_balance.megatron.packed.versions import refuse_missing
 from megatron_balance.megatron.registry import Hook, registry
 from megatron_balance.packing.cost import VARIABLE
+from megatron_balance.packing.sizes import check_seq_length
 
 Function = Callable[..., Any]
 
@@ -29,6 +33,7 @@ def before_validation(args: Any) -> None:
     """
     refuse_conflicts(args)
     shapes_of(args)
+    refuse_missing(args)
     # Megatron would average losses by micro-batch in evaluation, which depends on the grouping.
     args.varlen_packing_conversations, args.sft = trains_on_conversations(args), False
     args.create_attention_mask_in_dataloader = False  # a mask of seq_length^2 that nothing would read
@@ -37,9 +42,18 @@ def before_validation(args: Any) -> None:
 def after_globals(args: Any, options: PackingOptions) -> None:
     """Choose the attention, and have checkpoints keep the place in the data."""
     on_gpu = torch.cuda.is_available() and not cpu.is_installed()
-    kind = chosen(options.attention, args.transformer_impl, on_gpu)
+    kind = chosen(options.attention, args.transformer_impl, on_gpu, args.context_parallel_size)
     if kind != TE:
         registry.apply(attention_hook(kind))
+        if args.context_parallel_size > 1:
+            from megatron_balance.megatron.packed.context import LOCAL_ATTENTION
+
+            registry.apply(LOCAL_ATTENTION)
+    check_seq_length(args.seq_length, topology_of(args, 1), args.sequence_parallel)
+    if args.mtp_num_layers:
+        registry.apply(ROLL)
+        if rescales():
+            registry.apply(WEIGHTS)
     registry.apply(ROWS)
     if shapes_of(args) == VARIABLE:
         from megatron_balance.megatron.packed.shapes import NO_MESSAGES, schedules_hook

@@ -54,6 +54,7 @@ class PackedDataset(torch.utils.data.Dataset):
         self.planner, self.readers, self.rule = planner, readers, rule
         self.num_items, self.index_split, self.with_tokens = num_items, split, with_tokens
         self.variable, self.extra = variable, extra
+        self._padding = rule.room(PADDING)
 
     def __len__(self) -> int:
         return self.num_items
@@ -81,7 +82,7 @@ class PackedDataset(torch.utils.data.Dataset):
                 counted = self.readers[data_set].counted(int(document), int(first) + 1, int(end - first))
                 tokens[1, place : place + end - first] = np.where(counted, text[1:].astype(np.int64), NOT_COUNTED)
             place += room
-        positions[place:] = np.arange(length - place) % PADDING
+        positions[place:] = np.arange(length - place) % self._padding
         values = {POSITIONS: positions, VALID: valid}
         if self.with_tokens:
             values |= {TOKENS: tokens[0], LABELS: tokens[1]}

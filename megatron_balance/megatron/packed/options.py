@@ -131,10 +131,6 @@ def _one_of(*values: Any) -> Callable[[Any], bool]:
     return lambda value: bool({*value} & {*values}) if isinstance(value, list | tuple) else value in values
 
 
-def _above_one(value: Any) -> bool:
-    return value is not None and value > 1
-
-
 _OWN_BOUNDS = "the bounds of documents come from the index, not from end-of-document tokens: leave it out"
 _OTHER_PACKER = "it packs by a rule of its own: leave one of the two out"
 _FIXED_ITEMS = "every item has its place in a global batch that is planned as a whole: leave it out"
@@ -151,15 +147,17 @@ CONFLICTS = (
     Conflict(
         "retro_add_retriever", bool, "--retro-add-retriever", "it reads neighbours of chopped chunks: leave it out"
     ),
-    Conflict("context_parallel_size", _above_one, "--context-parallel-size above 1", _LATER),
-    Conflict("mtp_num_layers", bool, "--mtp-num-layers", _LATER),
-    Conflict("hybrid_layer_pattern", bool, "--hybrid-layer-pattern", _LATER),
-    Conflict("hybrid_override_pattern", bool, "--hybrid-override-pattern", _LATER),
     Conflict(
         "moe_router_load_balancing_type",
         _one_of("seq_aux_loss"),
         "--moe-router-load-balancing-type seq_aux_loss",
         "this loss is over sequences, and depends on which documents share one: take aux_loss or another",
+    ),
+    Conflict(
+        "moe_router_load_balancing_type",
+        _one_of("sinkhorn"),
+        "--moe-router-load-balancing-type sinkhorn",
+        "it routes a document's tokens by all others of its micro-batch: take aux_loss or another",
     ),
     Conflict(
         "overlap_moe_expert_parallel_comm",
@@ -189,16 +187,16 @@ CONFLICTS = (
         "it compares sums over micro-batches, which hold different numbers of labels: leave it out",
     ),
     Conflict(
-        "cuda_graph_impl",
-        _one_of("full_iteration"),
-        "--cuda-graph-impl full_iteration",
-        "a graph of the whole iteration keeps the first batch's bounds: take another",
+        "moe_expert_capacity_factor",
+        lambda value: True,
+        "--moe-expert-capacity-factor",
+        "which tokens of a document are dropped would depend on the others in its micro-batch and on padding: leave it out",
     ),
     Conflict(
-        "cuda_graph_scope",
-        _one_of("full_iteration"),
-        "--cuda-graph-scope full_iteration",
-        "a graph of the whole iteration keeps the first batch's bounds: take another",
+        "position_embedding_type",
+        _one_of("mrope"),
+        "--position-embedding-type mrope",
+        "its positions have three axes, documents of text have one: take rope",
     ),
     Conflict(
         "softmax_type",
@@ -219,12 +217,34 @@ def refuse_conflicts(args: Any) -> None:
         value = getattr(args, conflict.name, None)
         if value is not None and conflict.is_set(value):
             raise BalanceError(f"{FLAG} cannot be used with {conflict.flag}: {conflict.reason}")
+    _check_graphs(args)
     if getattr(args, "full_validation", False):
         _check_full_validation(args)
     if not getattr(args, "calculate_per_token_loss", False):
         raise BalanceError(
             f"{FLAG} needs --calculate-per-token-loss: micro-batches hold different numbers of labels, and without it the"
             " gradient would depend on which documents share one"
+        )
+
+
+def _check_graphs(args: Any) -> None:
+    """CUDA graphs keep what they were captured with: the bounds of sequences, whose number is another in every micro-batch."""
+    given = [
+        getattr(args, name, None) for name in ("cuda_graph_modules", "cuda_graph_scope", "cuda_graph_scope_deprecated")
+    ]
+    parts = {
+        getattr(part, "name", part) for each in given if each for part in (each if isinstance(each, list) else [each])
+    }
+    kind = getattr(args, "cuda_graph_impl", None) or "none"
+    old = [name for name in ("enable_cuda_graph", "external_cuda_graph") if getattr(args, name, False)]
+    if kind == "none" and not old:
+        return
+    flag = f"--{old[0].replace('_', '-')}" if old else f"--cuda-graph-impl {kind}"
+    if not parts or parts & {"attn", "full", "full_iteration", "mamba"} or kind == "full_iteration":
+        raise BalanceError(
+            f"{FLAG} cannot be used with {flag}: a graph that holds attention keeps the first micro-batch's bounds of sequences."
+            " Capture other parts alone (--cuda-graph-modules or --cuda-graph-scope, of mlp, moe_router, moe_preprocess), or leave"
+            " it out"
         )
 
 

@@ -15,6 +15,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.utils import get_attr_wrapped_model
 from megatron.training import get_args, get_timers
 
+from megatron_balance.megatron.packed.context import own_places
 from megatron_balance.megatron.packed.items import LABELS, POSITIONS, TOKENS, VALID
 from megatron_balance.megatron.packed.stages import reads_tokens
 
@@ -30,6 +31,8 @@ class Batch:
         loss_mask: float32 of shape [1, row], 1 where a label counts.
         positions: int64 of shape [1, row], from 0 in each sequence.
         packed: bounds of the sequences, for attention.
+
+    With context parallelism the tensors hold a rank's own tokens, the bounds are of the whole row.
     """
 
     tokens: torch.Tensor | None
@@ -63,6 +66,8 @@ def next_batch(data_iterator: Iterator[dict[str, torch.Tensor]], vp_stage: int |
     Every rank has an iterator and so knows the bounds; tokens are read on one tensor-parallel rank and broadcast to the others.
     """
     item = next(data_iterator)
+    packed = _packed(item[POSITIONS].reshape(1, -1))
+    item = _own(item, packed)
     positions = item[POSITIONS].reshape(1, -1)
     tokens = labels = loss_mask = None
     if reads_tokens(get_args(), vp_stage):
@@ -71,7 +76,15 @@ def next_batch(data_iterator: Iterator[dict[str, torch.Tensor]], vp_stage: int |
         labels = labels.clamp(min=0)
         if get_args().eod_mask_loss:
             loss_mask = loss_mask.masked_fill(tokens == _eod(), 0.0)
-    return Batch(tokens, labels, loss_mask, positions.cuda(non_blocking=True), _packed(positions))
+    return Batch(tokens, labels, loss_mask, positions.cuda(non_blocking=True), packed)
+
+
+def _own(item: dict[str, torch.Tensor], packed: PackedSeqParams) -> dict[str, torch.Tensor]:
+    """Of an item the tokens that this context-parallel rank has."""
+    places = own_places(packed.lengths)
+    if places is None:
+        return item
+    return {name: item[name].reshape(-1)[places] for name in (TOKENS, LABELS, POSITIONS, VALID) if name in item}
 
 
 def _read(item: dict[str, torch.Tensor], positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -98,8 +111,13 @@ def _packed(positions: torch.Tensor) -> PackedSeqParams:
         cu_seqlens_kv=on_device,
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
-        **_known(tokens_per_sample=positions.numel()),
+        **_known(tokens_per_sample=positions.numel(), pad_between_seqs=False),
     )
+    if "seq_idx" in _fields():  # for Mamba layers; Megatron's own way to it waits for the GPU
+        numbers = torch.arange(lengths.numel(), dtype=torch.int32).repeat_interleave(lengths)
+        packed.seq_idx = numbers[None].cuda(non_blocking=True)
+    if mpu.get_context_parallel_world_size() > 1:  # the padding of a sequence counts as a part of it, but has no label
+        packed.cu_seqlens_q_padded = packed.cu_seqlens_kv_padded = on_device
     packed.lengths = lengths.tolist()
     return packed
 
