@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
-import pyarrow
 import pytest
-from pyarrow import parquet
 from traces import made_trace, public_folder, table_of, write_ranks, write_trace
 
 from megatron_balance.diagnosis.reading import LENGTHS, read_trace
@@ -13,6 +11,9 @@ from megatron_balance.diagnosis.trace import Trace
 from megatron_balance.diagnosis.whatif import slowdown_of
 from megatron_balance.errors import BalanceError
 from megatron_balance.topology import Topology
+
+pyarrow = pytest.importorskip("pyarrow", reason="traces are read with pyarrow, of the extra 'trace'")
+from pyarrow import parquet  # noqa: E402
 
 SIZES = Topology(2, 4, data_size=3)
 
