@@ -27,7 +27,7 @@ import numpy as np
 
 from megatron_balance import __version__
 from megatron_balance.costs.chain import ChainCosts, ElementCost
-from megatron_balance.costs.table import ANY_LAYER, CostTable, ElementRow, LayerRow
+from megatron_balance.costs.table import ANY_LAYER, DIAGNOSED, CostTable, ElementRow, LayerRow
 from megatron_balance.diagnosis.replay import Replay
 from megatron_balance.diagnosis.signals import Signals
 from megatron_balance.errors import BalanceError
@@ -150,7 +150,7 @@ class RecordedSplit:
         known = {} if topology.tensor_size == 1 else {"tensor_size": topology.tensor_size}
         steps = self.replay.steps
         return CostTable(
-            kind="diagnosed",
+            kind=DIAGNOSED,
             device=f"trace of {self.replay.trace.job.world_size} devices",
             embedding=_row(costs.embedding),
             layers={ANY_LAYER: LayerRow(**vars(_row(costs.mean_layer)), by_length=(), **_NO_FITS)},

@@ -131,8 +131,18 @@ _OTHERS = {
 }
 
 
+def _fetching_alone(causes: Causes) -> bool:
+    """Whether pauses that nobody recorded are on the first and the last stage alone, which fetch batches."""
+    signals = causes.signals
+    if signals is None or signals.pauses_recorded or signals.seconds.shape[2] < 3:
+        return False
+    return not signals.pause_s[:, :, 1:-1].any()
+
+
 def _levelled(causes: Causes, cause: str, worker: tuple[int, int] | None) -> Fix:
     flags, note = _OTHERS[cause]
+    if cause == GARBAGE and _fetching_alone(causes):
+        note = f"{note}; but all pauses are on the stages that fetch data: look at data loading first"
     if cause == WORKER and worker is not None:
         note = f"data-parallel rank {worker[0]}, pipeline rank {worker[1]}: {note}"
     return Fix(cause, flags, causes.without_s[cause], causes.actual_s, note=note)

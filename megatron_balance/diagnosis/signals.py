@@ -10,7 +10,7 @@ Each recorded pass is taken apart, one cause after the other, in an order in whi
 3. *The stage split* is the mean of a stage, beside the mean of all.
 4. *Sequence lengths* make a micro-batch slow or fast on all stages, forward and backward alike. What of the remaining
    variation within a step is common to all passes of a micro-batch is theirs, as far as forward and backward passes
-   correlate.
+   correlate and, where the trace tells the lengths, as far as these account for it.
 """
 
 from __future__ import annotations
@@ -94,7 +94,8 @@ def signals_of(replay: Replay) -> Signals | None:
     steady = clean - worker_s[:, :, None]
     stage_s = steady.mean(axis=(0, 3, 4))
     correlation, variation = _together(clean)
-    length_s = _common(steady, np.nanmean(correlation) if np.isfinite(correlation).any() else 0.0)
+    lengths = _lengths(replay)
+    length_s = _common(steady, np.nanmean(correlation) if np.isfinite(correlation).any() else 0.0, lengths)
     return Signals(
         nodes, seconds, pause_s, recorded, worker_s, excess, limit, stage_s, length_s, correlation, variation
     )
@@ -245,18 +246,37 @@ def _together(seconds: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return correlation, np.sqrt((within**2).mean(axis=(0, 2))) / both.mean(axis=(0, 2))
 
 
-def _common(seconds: np.ndarray, correlation: float) -> np.ndarray:
+def _lengths(replay: Replay) -> np.ndarray | None:
+    """Tokens and sum of squared lengths of each micro-batch, [2, steps, M, lanes]; None where the trace does not tell."""
+    sequences = replay.trace.sequences
+    if sequences is None:
+        return None
+    return np.stack([sequences.tokens, sequences.squares])[..., replay.lanes].astype(float)
+
+
+def _common(seconds: np.ndarray, correlation: float, lengths: np.ndarray | None) -> np.ndarray:
     """What of each pass is common to its micro-batch, times how far forward and backward passes go together.
 
-    Each way's and stage's variation within a step, in standard deviations, is averaged over all of a micro-batch; each then
-    takes its part of that average by regression. How long a whole step takes is left alone: no packing changes that.
+    Each way's and stage's variation within a step, in standard deviations, is averaged over all of a micro-batch, and reduced to
+    what ``lengths`` [2, steps, M, lanes] account for; each then takes its part of that average by regression. How long a whole
+    step takes is left alone: no packing changes that.
     """
-    within = seconds - seconds.mean(axis=(3, 4), keepdims=True)
+    within = _within_step(seconds)
     deviation = np.sqrt((within**2).mean(axis=(0, 3, 4), keepdims=True))
     scaled = np.divide(within, deviation, out=np.zeros_like(within), where=deviation > 0)
     score = scaled.mean(axis=(1, 2), keepdims=True)
+    if lengths is not None:
+        columns = _within_step(lengths).reshape(2, -1).T
+        scales = np.maximum(np.abs(columns).max(axis=0), 1.0)
+        weights, *_ = np.linalg.lstsq(columns / scales, score.ravel(), rcond=None)
+        score = (columns / scales @ weights).reshape(score.shape)
     power = float((score**2).mean())
     if power == 0.0 or correlation <= 0.0:
         return np.zeros_like(seconds)
     slope = (within * score).mean(axis=(0, 3, 4), keepdims=True) / power
     return correlation * slope * score
+
+
+def _within_step(values: np.ndarray) -> np.ndarray:
+    """Values [..., M, lanes] less the mean of their step."""
+    return values - values.mean(axis=(-2, -1), keepdims=True)
