@@ -22,7 +22,10 @@ setup(
         "Typing :: Typed",
     ],
     python_requires=">=3.10",
-    package_data={"megatron_balance": ["py.typed"]},
+    package_data={
+        "megatron_balance": ["py.typed"],
+        "megatron_balance.diagnose_command": ["page.css", "page.html", "page.js"],
+    },
     packages=find_packages(include=["megatron_balance", "megatron_balance.*"]),
     install_requires=[
         "megatron-core>=0.13",

@@ -6,6 +6,8 @@ import argparse
 import sys
 
 from megatron_balance import __version__
+from megatron_balance.diagnose_command.command import add_arguments as add_diagnose_arguments
+from megatron_balance.diagnose_command.command import diagnose as diagnose_command
 from megatron_balance.errors import BalanceError
 from megatron_balance.pack_command.command import add_arguments as add_pack_arguments
 from megatron_balance.pack_command.command import pack as pack_command
@@ -70,6 +72,18 @@ def _parser() -> argparse.ArgumentParser:
     )
     add_pack_arguments(pack)
     pack.set_defaults(command=_pack)
+    diagnose = commands.add_parser(
+        "diagnose",
+        help="what held a recorded job up, how much that costs, and what to do",
+        allow_abbrev=False,
+        usage="%(prog)s TRACE [--meta FILE.yaml] [--layers N,N,...] [FLAGS]\n       %(prog)s --before A --after B [FLAGS]",
+        description="Replay a recorded job with and without its stragglers, without GPUs and without torch: how much slower it is"
+        " than one in which nothing straggles, how much of that goes with the stage split, sequence lengths, one worker, garbage"
+        " collection and communication, by which symptoms, and the fix with its predicted gain.",
+        epilog="An ideal step gives every operation the mean duration of its kind (communication: the median).",
+    )
+    add_diagnose_arguments(diagnose)
+    diagnose.set_defaults(command=_diagnose)
     profile = commands.add_parser(
         "profile",
         help="measure what embedding, layers and head of a job cost here, and write a costs file",
@@ -101,6 +115,10 @@ def _plan(options: argparse.Namespace, job: list[str]) -> int:
 
 def _pack(options: argparse.Namespace, job: list[str]) -> int:
     return pack_command(options, job)
+
+
+def _diagnose(options: argparse.Namespace, _: list[str]) -> int:
+    return diagnose_command(options)
 
 
 def _profile(options: argparse.Namespace, job: list[str]) -> int:
