@@ -179,15 +179,20 @@ def _resistant_slope(x: np.ndarray, y: np.ndarray) -> float:
 def _above_row_and_column(seconds: np.ndarray, pipeline_size: int) -> tuple[np.ndarray, np.ndarray, float]:
     """By how much each worker is above its row and column: seconds [2, stages, lanes], the share, and the limit of that.
 
-    NaN where that cannot be told: without another rank in its row, where two rows and two columns leave open which of two
-    opposite workers is slow, and without pipeline in too few steps to tell a worker from its sequences.
+    NaN where that cannot be told: without another rank in its row, and in too few steps to tell a worker from its sequences
+    without pipeline or, where two rows and two columns leave open which of two opposite workers is slow, by the row that
+    differs more: sequences even out over steps.
     """
     steps, stages, lanes = seconds.shape[0], seconds.shape[2], seconds.shape[4]
-    if lanes == 1 or (lanes == 2 and pipeline_size == 2) or (pipeline_size == 1 and steps < _ENOUGH_STEPS):
+    two_by_two = lanes == pipeline_size == 2
+    if lanes == 1 or ((pipeline_size == 1 or two_by_two) and steps < _ENOUGH_STEPS):
         return np.zeros((2, stages, lanes)), np.full((stages, lanes), np.nan), COUNTS
     typical = np.median(seconds, axis=(0, 3))  # [2, stages, lanes]
     above, row = _above(typical, pipeline_size)
     share = above.sum(axis=0) / row.sum(axis=0)
+    if two_by_two:
+        apart = np.abs(np.diff(typical.sum(axis=0).reshape(-1, 2, lanes).sum(axis=0), axis=1)[:, 0])
+        share[apart.argmin() :: 2] = np.minimum(share[apart.argmin() :: 2], 0.0)
     if share.size < _MANY_WORKERS and steps >= _ENOUGH_STEPS:  # how sure the median over steps is
         of_steps, rows = _above(np.median(seconds, axis=3), pipeline_size)
         shares = of_steps.sum(axis=1) / rows.sum(axis=1)
