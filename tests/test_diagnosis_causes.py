@@ -164,8 +164,8 @@ def test_a_slow_worker_is_told_from_what_slows_the_job_besides(name: str) -> Non
 def test_one_worker_alone_is_named_in_grids_of_any_shape(dp: int, pp: int) -> None:
     topology, steps = (
         Topology(pp, 4, data_size=dp),
-        STEPS if dp * pp > 5 else 60,
-    )  # lengths have to even out in small grids
+        STEPS if dp * pp > 5 else 60,  # lengths have to even out in small grids
+    )
     stage, extra_s = 1.0 + 0.3 * np.arange(pp), lengths_s(topology, 3, steps)[0]
     clean = made(topology, dp + pp, stage, extra_s, steps)
     assert signals_of(Replay(clean)).slow_worker is None

@@ -22,6 +22,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -33,7 +34,9 @@ from megatron_balance.diagnosis.signals import Signals
 from megatron_balance.errors import BalanceError
 from megatron_balance.pipeline.chain import stage_costs
 from megatron_balance.reading import Scalar
-from megatron_balance.schedule.simulate import Simulator
+
+if TYPE_CHECKING:
+    from megatron_balance.schedule.simulate import Simulator
 
 _NO_FITS = {"forward_fit": (0.0, 0.0), "backward_fit": (0.0, 0.0)}
 
@@ -106,6 +109,9 @@ class RecordedSplit:
 
     @cached_property
     def simulator(self) -> Simulator:
+        """Of the job's schedule."""
+        from megatron_balance.schedule.simulate import Simulator  # compiled code, which only a split needs
+
         return Simulator(self.replay.trace.job.topology)
 
     def step_with_s(self, layers: Sequence[int]) -> float:

@@ -21,7 +21,6 @@ from megatron_balance.diagnosis.result import (
 from megatron_balance.errors import BalanceError
 from megatron_balance.pipeline.layout import Layout
 from megatron_balance.pipeline.memory import MemoryLimit, limit_like, rank_peaks
-from megatron_balance.pipeline.search import find_split
 
 WITHIN, FREE = "within the present split's memory", "free"
 _WORTH = 1e-3  # of a step: less is no gain
@@ -58,6 +57,8 @@ def proposals(split: RecordedSplit) -> dict[str, tuple[int, ...]]:
     Raises:
         BalanceError: the trace does not tell what a layer costs.
     """
+    from megatron_balance.pipeline.search import find_split  # compiled code, which only a split needs
+
     memory = layers_in_flight(sum(split.layers))
     limit = limit_like(memory, split.simulator.topology, split.layers)
     return {
