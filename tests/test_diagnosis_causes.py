@@ -23,6 +23,7 @@ from megatron_balance.diagnosis.result import (
     SEQUENCE_LENGTHS,
     STAGE_SPLIT,
     UNKNOWN,
+    UNNAMED,
     WORKER,
     YES,
     Diagnosis,
@@ -230,10 +231,10 @@ def test_pauses_of_the_stages_that_fetch_data_may_be_data_loading() -> None:
 
 def test_noise_that_forward_and_backward_do_not_share_is_no_lengths() -> None:
     shape = (STEPS, SMALL.data_size, SMALL.num_stages, SMALL.num_microbatches)
-    forward, backward = np.random.default_rng(0).lognormal(0.0, 0.15, (2, *shape))
+    forward, backward = np.random.default_rng(0).lognormal(0.0, 0.3, (2, *shape))
     found = diagnose(traces.made_trace(SMALL, 0.01 * forward, 0.02 * backward))
     assert found.causes[SEQUENCE_LENGTHS] < 0.05
-    assert found.slowdown.slowdown > 1.05
+    assert found.verdict == (UNNAMED,)
 
 
 # --- jobs of which less can be said
