@@ -120,8 +120,7 @@ def _even_stages(causes: Causes, why: str) -> Fix:
 _OTHERS = {
     SEQUENCE_LENGTHS: (
         ("--varlen-packing",),
-        "the step of micro-batches that all take as long: documents that are longer than a micro-batch's share stand in the way of"
-        " that",
+        "at most this, the step of micro-batches that all take as long: documents costlier than a mean micro-batch prevent it",
     ),
     GARBAGE: (
         ("--manual-gc", f"--manual-gc-interval {_GC_INTERVAL}"),
