@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
-import pyarrow
 import pytest
-from pyarrow import parquet
 from traces import made_trace, public_folder, table_of, write_ranks, write_trace
 
 from megatron_balance.diagnosis.reading import LENGTHS, read_trace
@@ -13,6 +11,9 @@ from megatron_balance.diagnosis.trace import Trace
 from megatron_balance.diagnosis.whatif import slowdown_of
 from megatron_balance.errors import BalanceError
 from megatron_balance.topology import Topology
+
+pyarrow = pytest.importorskip("pyarrow", reason="traces are read with pyarrow, of the extra 'trace'")
+from pyarrow import parquet  # noqa: E402
 
 SIZES = Topology(2, 4, data_size=3)
 
@@ -94,6 +95,19 @@ def test_sequences(trace, tmp_path):
     step, microbatch, lane = np.meshgrid(np.arange(4), np.arange(4), np.arange(3), indexing="ij")
     for factor, name in enumerate(LENGTHS, 1):
         assert (getattr(sequences, name) == factor * (100 * step + 10 * lane + microbatch)).all()
+    without_a_pass = table.filter(pyarrow.array(np.arange(trace.step.size) != np.flatnonzero(trace.step == 1)[0]))
+    parquet.write_table(
+        without_a_pass.filter(pyarrow.array(without_a_pass["dp_rank"].to_numpy() != 1)), tmp_path / "job.parquet"
+    )
+    read = read_trace(tmp_path / "job.parquet")
+    assert read.steps.tolist() == [0, 2, 3] and np.unique(read.dp_rank).tolist() == [0, 2]
+    assert (read.sequences.tokens[:, :, [0, 2]] == (100 * step + 10 * lane + microbatch)[[0, 2, 3]][:, :, [0, 2]]).all()
+    parquet.write_table(
+        table.set_column(8, "tokens", pyarrow.array(tokens, mask=~forward | (trace.step == 0))),
+        tmp_path / "job.parquet",
+    )
+    read = read_trace(tmp_path / "job.parquet")
+    assert read.sequences is None and "12 of 48 micro-batches do not tell" in read.problems[0]
 
 
 def test_undivided_rows_are_one_sequence(trace, tmp_path):

@@ -38,6 +38,7 @@ def public_folder() -> Path:
     """Where the published traces lie; skips the test where they are not there."""
     import pytest
 
+    pytest.importorskip("pyarrow", reason="traces are read with pyarrow, of the extra 'trace'")
     data = os.environ.get("MEGATRON_BALANCE_DATA") or Path(__file__).parents[2] / "shared" / "data"
     folder = Path(data) / "straggler-traces"
     if not folder.is_dir():

@@ -172,8 +172,8 @@ def _without(trace: Trace, cells: Cells, counts: np.ndarray, usual: np.ndarray, 
     if twice.all() and not lanes_ok.any():
         step = int(cells.steps[0])
         raise BalanceError(
-            f"every step has operations twice (step {step}: {int((counts[0] > 1).sum())} of them): the files are of two runs; "
-            "diagnose the files of one"
+            f"every step has operations twice (step {step}: {int((counts[0] > 1).sum())} of them): the files are of "
+            "two runs, or their numbers are damaged; diagnose the files of one run"
         )
     if not lanes_ok.all():
         lost = np.flatnonzero(~lanes_ok)

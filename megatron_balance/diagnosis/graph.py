@@ -44,7 +44,7 @@ TAIL = (
     GATHER,
 )  # where two start at once, in this order
 
-_ROUNDING_S = 1e-3  # by which what waits may seem to begin before what it waits for has ended
+_ROUNDING_S = 1e-4  # by which what waits may seem to begin before what it waits for has ended
 
 
 def is_exchange(name: str) -> bool:
@@ -283,14 +283,18 @@ class _Builder:
             passes = [node for node in self._of_direction(stage, FORWARD) if chunk in (-1, self.nodes.chunk[node])]
             if passes and self.end_s[gather] <= self.start_s[passes[0]] + _ROUNDING_S:
                 self.waits[passes[0]].append(gather)
-        scatters = [node for node in self.nodes.of(SCATTER, stage) if self.start_s[node] < last_pass_s]
+        scatters = [node for node in self.nodes.of(SCATTER, stage) if self.start_s[node] < last_pass_s - _ROUNDING_S]
         self.early = set(scatters)  # reduced while the pipeline runs
         for scatter in self._first_of_chunk(scatters):
             chunk = self.nodes.chunk[scatter]
             passes = [
                 node for node in self._of_direction(stage, BACKWARD) if chunk in (-1, self._label(node, BACKWARD)[0])
             ]
-            passes = passes if chunk >= 0 else [node for node in passes if self.end_s[node] <= self.start_s[scatter]]
+            passes = (
+                passes
+                if chunk >= 0
+                else [node for node in passes if self.end_s[node] <= self.start_s[scatter] + _ROUNDING_S]
+            )
             if passes:
                 self.waits[scatter].append(passes[-1])
 
@@ -306,7 +310,9 @@ class _Builder:
         if not self.passes[stage]:
             return
         last = max(self.passes[stage], key=lambda node: self.end_s[node])
-        early = self.early | {node for node in self.nodes.of(GATHER, stage) if self.start_s[node] < self.end_s[last]}
+        early = self.early | {
+            node for node in self.nodes.of(GATHER, stage) if self.start_s[node] < self.end_s[last] - _ROUNDING_S
+        }
         tail = [(place, node) for place, name in enumerate(TAIL) for node in self.nodes.of(name, stage)]
         tail = sorted(
             (pair for pair in tail if pair[1] not in early),

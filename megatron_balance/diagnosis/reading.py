@@ -41,6 +41,7 @@ _META = {  # key of the YAML file: field of Topology
 _PART = re.compile(r"\.\d{4,}(?=\.parquet$)")
 _MOST_RANKS = 1 << 22
 _MOST_LAYERS = 1_000_000
+_MOST_TOKENS = 1 << 31  # of a micro-batch
 _MOST_SHOWN = 5
 
 
@@ -63,11 +64,10 @@ def read_trace(path: str | Path, meta: str | Path | None = None) -> Trace:
     table = _read_tables(_files(path), problems)
     described = _described(path, table, None if meta is None else Path(meta))
     trace, kept = _rows(table, described, path, problems)
-    sequences = _sequences(table, kept, trace, problems)
     if trace.steps.size == 1:
         problems.append("there is one step only: what varies from step to step cannot be told")
-    trace = replace(trace, sequences=sequences, problems=tuple(problems))
-    return aligned(whole(trace))
+    trace = replace(trace, sequences=_sequences(table, kept, trace), problems=tuple(problems))
+    return _with_known_sequences(aligned(whole(trace)))
 
 
 def _files(path: Path) -> list[Path]:
@@ -420,8 +420,8 @@ def _job(
     return Job(described.get("name", path.stem), topology, world, layers)
 
 
-def _sequences(table: pyarrow.Table, kept: np.ndarray | slice, trace: Trace, problems: list[str]) -> Sequences | None:
-    """What the micro-batches hold, where forward passes of any pipeline rank say it.
+def _sequences(table: pyarrow.Table, kept: np.ndarray | slice, trace: Trace) -> Sequences | None:
+    """What the micro-batches hold, where forward passes of any pipeline rank say it; -1 where they do not.
 
     Where only their tokens are told, nothing divides their rows: each holds ``micro_batch_size`` sequences of one length.
     """
@@ -429,7 +429,7 @@ def _sequences(table: pyarrow.Table, kept: np.ndarray | slice, trace: Trace, pro
         return None
     topology, steps = trace.job.topology, trace.steps
     columns = [_whole(table[name])[kept] for name in LENGTHS]
-    rows = np.flatnonzero((columns[0] >= 0) & (trace.microbatch >= 0))
+    rows = np.flatnonzero((columns[0] >= 0) & (columns[0] <= _MOST_TOKENS) & (trace.microbatch >= 0))
     if not rows.size:
         return None
     shape = (steps.size, topology.num_microbatches, topology.data_size)
@@ -437,12 +437,19 @@ def _sequences(table: pyarrow.Table, kept: np.ndarray | slice, trace: Trace, pro
     tokens, longest, squares = (np.full(shape, -1, dtype=np.int64) for _ in LENGTHS)
     for values, column in zip((tokens, longest, squares), columns, strict=True):
         values[place] = column[rows]
-    lacking = int((tokens < 0).sum())
-    if lacking:
-        problems.append(f"{lacking} of {tokens.size} micro-batches have no lengths: none are used")
-        return None
-    undivided = (longest < 0) | (squares < 0)
-    rows_of = topology.micro_batch_size
-    longest[undivided] = -(-tokens[undivided] // rows_of)
-    squares[undivided] = tokens[undivided] ** 2 // rows_of
+    undivided = (tokens >= 0) & ((longest < 0) | (squares < 0))
+    longest[undivided] = -(-tokens[undivided] // topology.micro_batch_size)
+    squares[undivided] = tokens[undivided] ** 2 // topology.micro_batch_size
     return Sequences(tokens, longest, squares)
+
+
+def _with_known_sequences(trace: Trace) -> Trace:
+    """The trace without its sequences, if some of those that are left are not told."""
+    if trace.sequences is None:
+        return trace
+    tokens = trace.sequences.tokens[:, :, np.unique(trace.dp_rank)]
+    unknown = int((tokens < 0).sum())
+    if not unknown:
+        return trace
+    line = f"{unknown} of {tokens.size} micro-batches do not tell the lengths of their sequences: no lengths are used"
+    return replace(trace, sequences=None, problems=(*trace.problems, line))

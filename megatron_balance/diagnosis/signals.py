@@ -21,7 +21,7 @@ from functools import cached_property
 import numpy as np
 
 from megatron_balance.diagnosis.replay import Replay
-from megatron_balance.diagnosis.trace import BACKWARD, FORWARD
+from megatron_balance.diagnosis.trace import BACKWARD, FORWARD, Sequences
 
 COUNTS = 0.05  # half of the tenth from which the study says that a job straggles: less is no cause by itself
 PAUSE = "gc"
@@ -251,12 +251,21 @@ def _together(seconds: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return correlation, np.sqrt((within**2).mean(axis=(0, 2))) / both.mean(axis=(0, 2))
 
 
-def _lengths(replay: Replay) -> np.ndarray | None:
-    """Tokens and sum of squared lengths of each micro-batch, [2, steps, M, lanes]; None where the trace does not tell."""
+def known_sequences(replay: Replay) -> Sequences | None:
+    """What the micro-batches of the replay's ranks hold, [steps, M, lanes]; None where that of one is not known."""
     sequences = replay.trace.sequences
     if sequences is None:
         return None
-    return np.stack([sequences.tokens, sequences.squares])[..., replay.lanes].astype(float)
+    of_lanes = [getattr(sequences, name)[:, :, replay.lanes] for name in ("tokens", "longest", "squares")]
+    return None if any((values < 0).any() for values in of_lanes) else Sequences(*of_lanes)
+
+
+def _lengths(replay: Replay) -> np.ndarray | None:
+    """Tokens and sum of squared lengths of each micro-batch, [2, steps, M, lanes]; None where the trace does not tell."""
+    sequences = known_sequences(replay)
+    if sequences is None:
+        return None
+    return np.stack([sequences.tokens, sequences.squares]).astype(float)
 
 
 def _common(seconds: np.ndarray, correlation: float, lengths: np.ndarray | None) -> np.ndarray:
