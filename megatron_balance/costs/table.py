@@ -21,7 +21,8 @@ from megatron_balance.topology import Topology
 _FORMAT = "megatron-balance costs"
 _FORMAT_VERSION = 2
 _REMEDY = "measure anew (megatron-balance profile) or pass another"
-_KINDS = ("analytic", "measured", "diagnosed")
+DIAGNOSED = "diagnosed"  # from the trace of a job
+_KINDS = ("analytic", "measured", DIAGNOSED)
 ANY_LAYER = "any"  # in place of a kind of layer: what an average one costs
 
 
@@ -123,6 +124,11 @@ class CostTable:
             mtp=self._element(self.mtp) if self.mtp else ElementCost(0.0, 0.0),
         )
 
+    @property
+    def tells_attention(self) -> bool:
+        """Whether what attention takes is known apart from the rest of a layer."""
+        return self.kind != DIAGNOSED
+
     def layer(self, kind: str) -> LayerRow:
         """The costs of a kind of layer.
 
@@ -150,9 +156,13 @@ class CostTable:
     def with_attention(self, share: float) -> CostTable:
         """The costs where attention, the quadratic part of each layer's fit, is only this share of what it is.
 
+        Those of a trace stay: they are of sequences as the job packed them.
+
         Args:
             share: sum of the squared lengths of a packed sequence's documents over its own length squared.
         """
+        if not self.tells_attention:
+            return self
         sequences = float(self.holds_for["micro_batch_size"]) * (1.0 - share)
         return replace(self, layers={kind: _with_less(row, sequences) for kind, row in self.layers.items()})
 
@@ -164,7 +174,7 @@ class CostTable:
         """
         differences = [
             f"{key} is {holds_for.get(key)!r} here, {self.holds_for.get(key)!r} there"
-            for key in sorted({*self.holds_for} if self.kind == "diagnosed" else {*holds_for, *self.holds_for})
+            for key in sorted({*self.holds_for} if self.kind == DIAGNOSED else {*holds_for, *self.holds_for})
             if holds_for.get(key) != self.holds_for.get(key)
         ]
         if differences:
@@ -194,8 +204,6 @@ class CostTable:
 
 def _with_less(row: LayerRow, sequences: float) -> LayerRow:
     """``row`` without the attention over so many sequences of its own length."""
-    if not row.by_length:
-        return row
     own = row.by_length[-1].seq_length
     return replace(
         row,

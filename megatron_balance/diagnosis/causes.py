@@ -26,11 +26,13 @@ from megatron_balance.diagnosis.result import (
     HEALTHY,
     SEQUENCE_LENGTHS,
     STAGE_SPLIT,
+    UNNAMED,
     WORKER,
 )
 from megatron_balance.diagnosis.signals import COUNTS, PAUSE, Signals
 
 STRAGGLES = 1.1  # slowdown above which the study says that a job straggles
+_MOST = 0.5  # share of a slowdown
 
 
 @dataclass(frozen=True, eq=False)
@@ -118,7 +120,8 @@ class Causes:
         """Causes that count, worst first: by share.
 
         A cause counts when its share of the slowdown is ``COUNTS`` of an ideal step, or a step without it would be shorter by as
-        much. Where none does, a job that does not straggle is healthy, and one that does suffers from what has half of it.
+        much. Where none does, a job that does not straggle is healthy, and one that does suffers from what has half of
+        it, if anything has.
         """
         by_share = sorted(CAUSES, key=lambda cause: -self.shares[cause])
         named = tuple(
@@ -130,7 +133,7 @@ class Causes:
             return named
         if slowdown <= STRAGGLES:
             return (HEALTHY,)
-        return tuple(by_share[:1] if self.shares[by_share[0]] >= 0.5 else ())
+        return (by_share[0] if self.shares[by_share[0]] >= _MOST else UNNAMED,)
 
     def _coalitions_s(self, names: tuple[str, ...]) -> np.ndarray:
         """Mean seconds of a step with the parts of some causes only; bit i of the place stands for ``names[i]``."""

@@ -28,7 +28,8 @@ from megatron_balance.diagnosis.result import (
     Check,
     Fix,
 )
-from megatron_balance.diagnosis.signals import COUNTS, Signals
+from megatron_balance.diagnosis.signals import COUNTS, Signals, known_sequences
+from megatron_balance.diagnosis.trace import Sequences
 from megatron_balance.errors import BalanceError
 
 _TOGETHER = 0.9  # correlation from which two things go together; the study's for forward and backward passes
@@ -37,7 +38,7 @@ _HALF = 0.5
 _FULL = 0.95  # tokens of a micro-batch over those of the fullest, from which padding is gone
 _ENOUGH = 5  # steps for a correlation over steps
 _NO_PASSES = "forward and backward passes run as one in this trace"
-_NO_LENGTHS = "the trace does not tell the lengths of sequences"
+_NO_LENGTHS = "the trace does not tell the lengths of all sequences"
 _NO_PIPELINE = "there is one stage"
 
 
@@ -316,12 +317,8 @@ class Checklist:
         return self.causes.replay.steps.size
 
     @cached_property
-    def _lengths(self):
-        """What the micro-batches hold, of the ranks that are there."""
-        lengths, lanes = self.causes.replay.trace.sequences, self.causes.replay.lanes
-        if lengths is None:
-            return None
-        return type(lengths)(lengths.tokens[:, :, lanes], lengths.longest[:, :, lanes], lengths.squares[:, :, lanes])
+    def _lengths(self) -> Sequences | None:
+        return known_sequences(self.causes.replay)
 
     def _stage_name(self, stage: int) -> str:
         return "the last stage" if stage == self._stages - 1 else f"stage {stage}"

@@ -22,18 +22,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from megatron_balance import __version__
 from megatron_balance.costs.chain import ChainCosts, ElementCost
-from megatron_balance.costs.table import ANY_LAYER, CostTable, ElementRow, LayerRow
+from megatron_balance.costs.table import ANY_LAYER, DIAGNOSED, CostTable, ElementRow, LayerRow
 from megatron_balance.diagnosis.replay import Replay
 from megatron_balance.diagnosis.signals import Signals
 from megatron_balance.errors import BalanceError
 from megatron_balance.pipeline.chain import stage_costs
 from megatron_balance.reading import Scalar
-from megatron_balance.schedule.simulate import Simulator
+
+if TYPE_CHECKING:
+    from megatron_balance.schedule.simulate import Simulator
 
 _NO_FITS = {"forward_fit": (0.0, 0.0), "backward_fit": (0.0, 0.0)}
 
@@ -106,6 +109,9 @@ class RecordedSplit:
 
     @cached_property
     def simulator(self) -> Simulator:
+        """Of the job's schedule."""
+        from megatron_balance.schedule.simulate import Simulator  # compiled code, which only a split needs
+
         return Simulator(self.replay.trace.job.topology)
 
     def step_with_s(self, layers: Sequence[int]) -> float:
@@ -150,7 +156,7 @@ class RecordedSplit:
         known = {} if topology.tensor_size == 1 else {"tensor_size": topology.tensor_size}
         steps = self.replay.steps
         return CostTable(
-            kind="diagnosed",
+            kind=DIAGNOSED,
             device=f"trace of {self.replay.trace.job.world_size} devices",
             embedding=_row(costs.embedding),
             layers={ANY_LAYER: LayerRow(**vars(_row(costs.mean_layer)), by_length=(), **_NO_FITS)},

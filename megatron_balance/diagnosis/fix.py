@@ -21,7 +21,6 @@ from megatron_balance.diagnosis.result import (
 from megatron_balance.errors import BalanceError
 from megatron_balance.pipeline.layout import Layout
 from megatron_balance.pipeline.memory import MemoryLimit, limit_like, rank_peaks
-from megatron_balance.pipeline.search import find_split
 
 WITHIN, FREE = "within the present split's memory", "free"
 _WORTH = 1e-3  # of a step: less is no gain
@@ -58,6 +57,8 @@ def proposals(split: RecordedSplit) -> dict[str, tuple[int, ...]]:
     Raises:
         BalanceError: the trace does not tell what a layer costs.
     """
+    from megatron_balance.pipeline.search import find_split  # compiled code, which only a split needs
+
     memory = layers_in_flight(sum(split.layers))
     limit = limit_like(memory, split.simulator.topology, split.layers)
     return {
@@ -119,8 +120,7 @@ def _even_stages(causes: Causes, why: str) -> Fix:
 _OTHERS = {
     SEQUENCE_LENGTHS: (
         ("--varlen-packing",),
-        "the step of micro-batches that all take as long: documents that are longer than a micro-batch's share stand in the way of"
-        " that",
+        "at most this, the step of micro-batches that all take as long: documents costlier than a mean micro-batch prevent it",
     ),
     GARBAGE: (
         ("--manual-gc", f"--manual-gc-interval {_GC_INTERVAL}"),
@@ -131,8 +131,18 @@ _OTHERS = {
 }
 
 
+def _fetching_alone(causes: Causes) -> bool:
+    """Whether pauses that nobody recorded are on the first and the last stage alone, which fetch batches."""
+    signals = causes.signals
+    if signals is None or signals.pauses_recorded or signals.seconds.shape[2] < 3:
+        return False
+    return not signals.pause_s[:, :, 1:-1].any()
+
+
 def _levelled(causes: Causes, cause: str, worker: tuple[int, int] | None) -> Fix:
     flags, note = _OTHERS[cause]
+    if cause == GARBAGE and _fetching_alone(causes):
+        note = f"{note}; but all pauses are on the stages that fetch data: look at data loading first"
     if cause == WORKER and worker is not None:
         note = f"data-parallel rank {worker[0]}, pipeline rank {worker[1]}: {note}"
     return Fix(cause, flags, causes.without_s[cause], causes.actual_s, note=note)

@@ -16,6 +16,7 @@ STAGE_SPLIT, SEQUENCE_LENGTHS, WORKER, GARBAGE, COMMUNICATION = (
 )
 CAUSES = (STAGE_SPLIT, SEQUENCE_LENGTHS, WORKER, GARBAGE, COMMUNICATION)
 HEALTHY = "healthy"
+UNNAMED = "no cause by name"
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,7 +105,8 @@ class Diagnosis:
     Attributes:
         slowdown: what the replay says.
         causes: share of the slowdown, S - 1, for which each of ``CAUSES`` stands; the rest has no name.
-        verdict: causes that count, worst first; ``("healthy",)`` where none does.
+        verdict: causes that count, worst first; ``(HEALTHY,)`` where none does, ``(UNNAMED,)`` where the job straggles all the
+            same.
         worker: the slow worker, (DP rank, PP rank), where there is one, whether or not it counts.
         checklist: symptoms.
         fixes: best first.

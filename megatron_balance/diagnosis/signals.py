@@ -10,7 +10,7 @@ Each recorded pass is taken apart, one cause after the other, in an order in whi
 3. *The stage split* is the mean of a stage, beside the mean of all.
 4. *Sequence lengths* make a micro-batch slow or fast on all stages, forward and backward alike. What of the remaining
    variation within a step is common to all passes of a micro-batch is theirs, as far as forward and backward passes
-   correlate.
+   correlate and, where the trace tells the lengths, as far as these account for it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from functools import cached_property
 import numpy as np
 
 from megatron_balance.diagnosis.replay import Replay
-from megatron_balance.diagnosis.trace import BACKWARD, FORWARD
+from megatron_balance.diagnosis.trace import BACKWARD, FORWARD, Sequences
 
 COUNTS = 0.05  # half of the tenth from which the study says that a job straggles: less is no cause by itself
 PAUSE = "gc"
@@ -94,7 +94,8 @@ def signals_of(replay: Replay) -> Signals | None:
     steady = clean - worker_s[:, :, None]
     stage_s = steady.mean(axis=(0, 3, 4))
     correlation, variation = _together(clean)
-    length_s = _common(steady, np.nanmean(correlation) if np.isfinite(correlation).any() else 0.0)
+    lengths = _lengths(replay)
+    length_s = _common(steady, np.nanmean(correlation) if np.isfinite(correlation).any() else 0.0, lengths)
     return Signals(
         nodes, seconds, pause_s, recorded, worker_s, excess, limit, stage_s, length_s, correlation, variation
     )
@@ -178,15 +179,20 @@ def _resistant_slope(x: np.ndarray, y: np.ndarray) -> float:
 def _above_row_and_column(seconds: np.ndarray, pipeline_size: int) -> tuple[np.ndarray, np.ndarray, float]:
     """By how much each worker is above its row and column: seconds [2, stages, lanes], the share, and the limit of that.
 
-    NaN where that cannot be told: without another rank in its row, where two rows and two columns leave open which of two
-    opposite workers is slow, and without pipeline in too few steps to tell a worker from its sequences.
+    NaN where that cannot be told: without another rank in its row, and in too few steps to tell a worker from its sequences
+    without pipeline or, where two rows and two columns leave open which of two opposite workers is slow, by the row that
+    differs more: sequences even out over steps.
     """
     steps, stages, lanes = seconds.shape[0], seconds.shape[2], seconds.shape[4]
-    if lanes == 1 or (lanes == 2 and pipeline_size == 2) or (pipeline_size == 1 and steps < _ENOUGH_STEPS):
+    two_by_two = lanes == pipeline_size == 2
+    if lanes == 1 or ((pipeline_size == 1 or two_by_two) and steps < _ENOUGH_STEPS):
         return np.zeros((2, stages, lanes)), np.full((stages, lanes), np.nan), COUNTS
     typical = np.median(seconds, axis=(0, 3))  # [2, stages, lanes]
     above, row = _above(typical, pipeline_size)
     share = above.sum(axis=0) / row.sum(axis=0)
+    if two_by_two:
+        apart = np.abs(np.diff(typical.sum(axis=0).reshape(-1, 2, lanes).sum(axis=0), axis=1)[:, 0])
+        share[apart.argmin() :: 2] = np.minimum(share[apart.argmin() :: 2], 0.0)
     if share.size < _MANY_WORKERS and steps >= _ENOUGH_STEPS:  # how sure the median over steps is
         of_steps, rows = _above(np.median(seconds, axis=3), pipeline_size)
         shares = of_steps.sum(axis=1) / rows.sum(axis=1)
@@ -245,18 +251,46 @@ def _together(seconds: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return correlation, np.sqrt((within**2).mean(axis=(0, 2))) / both.mean(axis=(0, 2))
 
 
-def _common(seconds: np.ndarray, correlation: float) -> np.ndarray:
+def known_sequences(replay: Replay) -> Sequences | None:
+    """What the micro-batches of the replay's ranks hold, [steps, M, lanes]; None where that of one is not known."""
+    sequences = replay.trace.sequences
+    if sequences is None:
+        return None
+    of_lanes = [getattr(sequences, name)[:, :, replay.lanes] for name in ("tokens", "longest", "squares")]
+    return None if any((values < 0).any() for values in of_lanes) else Sequences(*of_lanes)
+
+
+def _lengths(replay: Replay) -> np.ndarray | None:
+    """Tokens and sum of squared lengths of each micro-batch, [2, steps, M, lanes]; None where the trace does not tell."""
+    sequences = known_sequences(replay)
+    if sequences is None:
+        return None
+    return np.stack([sequences.tokens, sequences.squares]).astype(float)
+
+
+def _common(seconds: np.ndarray, correlation: float, lengths: np.ndarray | None) -> np.ndarray:
     """What of each pass is common to its micro-batch, times how far forward and backward passes go together.
 
-    Each way's and stage's variation within a step, in standard deviations, is averaged over all of a micro-batch; each then
-    takes its part of that average by regression. How long a whole step takes is left alone: no packing changes that.
+    Each way's and stage's variation within a step, in standard deviations, is averaged over all of a micro-batch, and reduced to
+    what ``lengths`` [2, steps, M, lanes] account for; each then takes its part of that average by regression. How long a whole
+    step takes is left alone: no packing changes that.
     """
-    within = seconds - seconds.mean(axis=(3, 4), keepdims=True)
+    within = _within_step(seconds)
     deviation = np.sqrt((within**2).mean(axis=(0, 3, 4), keepdims=True))
     scaled = np.divide(within, deviation, out=np.zeros_like(within), where=deviation > 0)
     score = scaled.mean(axis=(1, 2), keepdims=True)
+    if lengths is not None:
+        columns = _within_step(lengths).reshape(2, -1).T
+        scales = np.maximum(np.abs(columns).max(axis=0), 1.0)
+        weights, *_ = np.linalg.lstsq(columns / scales, score.ravel(), rcond=None)
+        score = (columns / scales @ weights).reshape(score.shape)
     power = float((score**2).mean())
     if power == 0.0 or correlation <= 0.0:
         return np.zeros_like(seconds)
     slope = (within * score).mean(axis=(0, 3, 4), keepdims=True) / power
     return correlation * slope * score
+
+
+def _within_step(values: np.ndarray) -> np.ndarray:
+    """Values [..., M, lanes] less the mean of their step."""
+    return values - values.mean(axis=(-2, -1), keepdims=True)

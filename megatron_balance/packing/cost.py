@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from megatron_balance.errors import BalanceError
+
 if TYPE_CHECKING:
     from megatron_balance.costs.devices import Device
     from megatron_balance.costs.table import CostTable
@@ -60,8 +62,12 @@ class SequenceCost:
             device: of analytic costs; None for measured ones.
 
         Raises:
-            BalanceError: the model has a kind of layer that ``table`` has not.
+            BalanceError: the model has a kind of layer that ``table`` has not, or it is of a trace.
         """
+        if not table.tells_attention:
+            raise BalanceError(
+                "costs of a trace do not tell what of a layer is attention, which packing needs: take measured or estimated ones"
+            )
         whole = table.chain(model, topology).total
         whole_s = np.array([whole.forward_s, whole.backward_s]) / topology.micro_batch_size
         pair_s = _attention(table, model, topology, device)

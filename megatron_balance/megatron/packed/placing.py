@@ -100,18 +100,19 @@ def spread(bins: np.ndarray, tokens: np.ndarray, filled: int, num_bins: int) -> 
 def agreed_cost(args: Any, grid: Grid) -> SequenceCost:
     """What a sequence costs by rank 0, on all ranks: they must not place by costs of different devices.
 
-    With ``--balanced-pipeline`` from the costs that the split is planned on, else estimated.
+    With ``--balanced-pipeline`` from the costs that the split is planned on, unless they are of a trace; else estimated.
     """
 
     def find() -> str:
         model, topology, options = ModelSpec.from_arguments(vars(args)), grid.topology, Options.from_args(args)
+        # Attention within sequences visits the unmasked half only and keeps no scores, also in local layers.
+        fused = replace(model, fused_kernels=True)
         if options is None or options.costs_kind == ANALYTIC:
-            # Attention within sequences visits the unmasked half only and keeps no scores, also in local layers.
-            model = replace(model, fused_kernels=True)
+            model = fused
         device = device_here() if options is None else device_of_job(options)
-        table = (
-            analytic_table(model, topology, device) if options is None else table_of_job(args, options, model, topology)
-        )
+        table = None if options is None else table_of_job(args, options, model, topology)
+        if table is None or not table.tells_attention:
+            model, table = fused, analytic_table(fused, topology, device)
         of_device = device if table.kind == "analytic" else None
         return json.dumps(astuple(SequenceCost.of_table(table, model, topology, of_device)))
 
