@@ -16,6 +16,7 @@ ONCE = (
     "grads-reduce-scatter",
     "layernorm-grads-all-reduce",
     "embedding-grads-all-reduce",
+    "separate-grads-all-reduce",
     "optimizer-clip-main-grad",
     "optimizer",
     "gc",

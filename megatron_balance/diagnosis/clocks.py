@@ -1,0 +1,52 @@
+"""Clocks of ranks that disagree: found and set right by what all ranks end together."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from megatron_balance.diagnosis.trace import Trace
+
+_TOGETHER = "optimizer-clip-main-grad"  # a reduction over all ranks
+_LEAST_S = 0.01
+
+
+def aligned(trace: Trace) -> Trace:
+    """The trace with clocks set right that are off by more than 10 ms and 2 % of a step; said in ``problems``.
+
+    A reduction over all ranks ends everywhere at once, up to its own duration.
+    """
+    if _TOGETHER not in trace.kinds:
+        return trace
+    rows = np.flatnonzero(trace.kind == trace.kinds.index(_TOGETHER))
+    topology = trace.job.topology
+    steps, step = np.unique(trace.step[rows], return_inverse=True)
+    worker = trace.pp_rank[rows].astype(np.int64) * topology.data_size + trace.dp_rank[rows]
+    present, worker = np.unique(worker, return_inverse=True)
+    if rows.size != steps.size * present.size:
+        return trace
+    ends = np.empty((steps.size, present.size))
+    ends[step, worker] = trace.end_s[rows]
+    ahead = np.median(ends - np.median(ends, axis=1, keepdims=True), axis=0)
+    passes = trace.end_s[rows].max(initial=0.0)
+    step_s = float(np.median(_spans(trace, steps))) if np.abs(ahead).max() > _LEAST_S else passes
+    wrong = np.abs(ahead) > max(_LEAST_S, 0.02 * step_s)
+    if not wrong.any():
+        return trace
+    shift = np.zeros(topology.pipeline_size * topology.data_size)
+    shift[present[wrong]] = ahead[wrong]
+    mine = shift[trace.pp_rank.astype(np.int64) * topology.data_size + trace.dp_rank]
+    line = (
+        f"the clocks of {int(wrong.sum())} of {wrong.size} ranks are off by up to {np.abs(ahead).max():.3g} s: they are set by "
+        "the end of the gradient clipping, which all ranks reach together"
+    )
+    return replace(trace, start_s=trace.start_s - mine, end_s=trace.end_s - mine, problems=(*trace.problems, line))
+
+
+def _spans(trace: Trace, steps: np.ndarray) -> np.ndarray:
+    step = np.searchsorted(steps, trace.step)
+    first, last = np.full(steps.size, np.inf), np.full(steps.size, -np.inf)
+    np.minimum.at(first, step, trace.start_s)
+    np.maximum.at(last, step, trace.end_s)
+    return last - first

@@ -1,0 +1,339 @@
+"""What waits for what in a step: the dependencies between the operations of one data-parallel rank's pipeline.
+
+A rank has six streams, in each of which operations run in the order in which they were recorded: passes, four directions of
+transfers, data parallelism's exchanges. Across them
+
+- a pass waits for what it receives; what a pass receives is waited for from the end of the rank's pass of that direction before;
+- what a pass sends waits for it; the first backward transfers wait for the last forward pass but one before the first backward
+  pass;
+- the first forward pass of a chunk waits for its parameters; gradients that are reduced while the pipeline runs wait for the last
+  backward pass of their chunk;
+- after the last pass the rest of the step runs in turn.
+
+Both ends of a transfer, and all ranks of a collective, start moving data when the last of them has started.
+
+Source of this model: "Understanding Stragglers in Large Model Training Using What-if Analysis" (OSDI'25), section 3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+from megatron_balance.diagnosis.cells import PASSES, PAUSE
+from megatron_balance.diagnosis.trace import BACKWARD, COMBINED, FORWARD
+from megatron_balance.errors import BalanceError
+from megatron_balance.schedule.order import schedule_order
+from megatron_balance.topology import Topology
+
+GATHER, SCATTER, SEPARATE = "params-all-gather", "grads-reduce-scatter", "separate-grads-all-reduce"
+EMBEDDING, LAYERNORM, CLIP = "embedding-grads-all-reduce", "layernorm-grads-all-reduce", "optimizer-clip-main-grad"
+OPTIMIZER = "optimizer"
+SYNCHRONISED = (GATHER, SCATTER, SEPARATE, CLIP)  # over all data-parallel ranks
+TAIL = (
+    PAUSE,
+    LAYERNORM,
+    EMBEDDING,
+    SCATTER,
+    SEPARATE,
+    CLIP,
+    OPTIMIZER,
+    GATHER,
+)  # where two start at once, in this order
+
+
+def is_exchange(name: str) -> bool:
+    """Whether an operation moves data between ranks once all of them have started it."""
+    return name.endswith(("-send", "-recv")) or name in SYNCHRONISED or name == EMBEDDING
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """The operations of a step; arrays of shape [nodes], names as in ``Cells``."""
+
+    kinds: tuple[str, ...]
+    kind: np.ndarray
+    stage: np.ndarray
+    chunk: np.ndarray
+    microbatch: np.ndarray
+    order: np.ndarray
+
+    def of(self, name: str, stage: int) -> list[int]:
+        """Nodes of a kind on a pipeline rank, in turn."""
+        if name not in self.kinds:
+            return []
+        mine = np.flatnonzero((self.kind == self.kinds.index(name)) & (self.stage == stage))
+        return [int(node) for node in mine[np.argsort(self.order[mine], kind="stable")]]
+
+
+@dataclass(frozen=True)
+class Group:
+    """Operations that move data together, or a single one.
+
+    Attributes:
+        members: nodes.
+        waits: for each member the nodes that end before it starts.
+        transfers: whether the members wait for one another.
+        all_lanes: whether they wait for those of all data-parallel ranks.
+    """
+
+    members: tuple[int, ...]
+    waits: tuple[tuple[int, ...], ...]
+    transfers: bool
+    all_lanes: bool
+
+
+def groups_of(nodes: Nodes, topology: Topology, start_s: np.ndarray, end_s: np.ndarray) -> tuple[Group, ...]:
+    """All operations of a step, each after what it waits for.
+
+    Args:
+        nodes: the operations.
+        topology: sizes of the pipeline.
+        start_s, end_s: of each operation in one recorded cell, shape [nodes]. The ranks' passes are taken in this order; where
+            that has a circle, as damaged clocks make it, in that of Megatron's schedule.
+
+    Raises:
+        BalanceError: the operations wait for one another in a circle.
+    """
+    recorded = [_passes(nodes, stage, start_s) for stage in range(topology.pipeline_size)]
+    groups = _Builder(nodes, topology, start_s, end_s, recorded).groups()
+    if groups is None:
+        groups = _Builder(nodes, topology, start_s, end_s, _scheduled(nodes, topology)).groups()
+    if groups is None:
+        raise BalanceError(
+            "the operations wait for one another in a circle, in the recorded order and in that of Megatron's schedule: "
+            "the clocks or the micro-batch numbers of the trace are damaged"
+        )
+    return groups
+
+
+def _passes(nodes: Nodes, stage: int, start_s: np.ndarray) -> list[int]:
+    passes = [node for name in PASSES for node in nodes.of(name, stage)]
+    return sorted(passes, key=lambda node: start_s[node])
+
+
+def _scheduled(nodes: Nodes, topology: Topology) -> list[list[int]]:
+    order = schedule_order(topology)
+    found = {
+        (
+            int(nodes.stage[node]),
+            nodes.kinds[nodes.kind[node]],
+            int(nodes.chunk[node]),
+            int(nodes.microbatch[node]),
+        ): node
+        for node in range(nodes.kind.size)
+    }
+    turns = []
+    for stage in range(topology.pipeline_size):
+        passes = zip(order.is_backward[stage], order.chunk[stage], order.microbatch[stage], strict=True)
+        keys = ((stage, BACKWARD if back else FORWARD, int(chunk), int(which)) for back, chunk, which in passes)
+        turns.append([found[key] for key in keys if key in found])
+        combined = nodes.of(COMBINED, stage)
+        if combined:
+            raise BalanceError(
+                "combined passes are not in the order in which they were recorded: the clocks are damaged"
+            )
+    return turns
+
+
+class _Builder:
+    """Collects what each operation waits for and whom it moves data with."""
+
+    def __init__(
+        self, nodes: Nodes, topology: Topology, start_s: np.ndarray, end_s: np.ndarray, passes: list[list[int]]
+    ) -> None:
+        self.nodes, self.topology, self.passes = nodes, topology, passes
+        self.start_s, self.end_s = start_s, end_s
+        self.waits: list[list[int]] = [[] for _ in range(nodes.kind.size)]
+        self.partners: list[list[int]] = []
+        self.transfers: dict[tuple[str, int, int, int], int] = {}
+        for stage in range(topology.pipeline_size):
+            self._chain(passes[stage])
+            self._match_transfers(stage)
+            self._data_parallel(stage)
+            self._rest(stage)
+        self._pair_transfers()
+        self._meet()
+
+    def _chain(self, turn: list[int]) -> None:
+        for before, after in pairwise(turn):
+            self.waits[after].append(before)
+
+    def _kind(self, node: int) -> str:
+        return self.nodes.kinds[self.nodes.kind[node]]
+
+    def _of_direction(self, stage: int, direction: str) -> list[int]:
+        return [node for node in self.passes[stage] if self._kind(node) in (direction, COMBINED)]
+
+    def _global_stage(self, node: int) -> int:
+        return int(self.nodes.chunk[node]) * self.topology.pipeline_size + int(self.nodes.stage[node])
+
+    def _match_transfers(self, stage: int) -> None:
+        """Tell which pass each transfer of a rank is for."""
+        last = self.topology.num_stages - 1
+        for direction, first_stage, last_stage in ((FORWARD, 0, last), (BACKWARD, last, 0)):
+            way = direction.split("-")[0]
+            passes = self._of_direction(stage, direction)
+            for end, without in (("recv", first_stage), ("send", last_stage)):
+                turn = self.nodes.of(f"{way}-{end}", stage)
+                self._chain(turn)
+                matched = self._match(turn, passes, without, end == "recv")
+                for transfer, at in matched:
+                    self._attach(transfer, passes, at, end == "recv")
+                    if self._global_stage(passes[at]) != without:
+                        key = (way, end, self._global_stage(passes[at]), int(self.nodes.microbatch[passes[at]]))
+                        self.transfers[key] = transfer
+        self._first_backward(stage)
+
+    def _match(self, turn: list[int], passes: list[int], without: int, receives: bool) -> list[tuple[int, int]]:
+        """Pairs of a transfer and the place of its pass in ``passes``: by their labels, or else one after the other.
+
+        Recorders note transfers for all passes, for those that have a peer, or (receiving) for all but the first.
+        """
+        if all(self.nodes.microbatch[node] >= 0 and self.nodes.chunk[node] >= 0 for node in turn):
+            place = {
+                (int(self.nodes.chunk[node]), int(self.nodes.microbatch[node])): at for at, node in enumerate(passes)
+            }
+            labels = [(int(self.nodes.chunk[node]), int(self.nodes.microbatch[node])) for node in turn]
+            return [(node, place[label]) for node, label in zip(turn, labels, strict=True) if label in place]
+        with_peer = [at for at, node in enumerate(passes) if self._global_stage(node) != without]
+        if len(turn) == len(with_peer):
+            return list(zip(turn, with_peer, strict=True))
+        if len(turn) == len(passes):
+            return [(node, at) for at, node in enumerate(turn)]
+        if receives and len(turn) == len(passes) - 1:
+            return [(node, at + 1) for at, node in enumerate(turn)]
+        raise BalanceError(
+            f"{len(turn)} transfers of one direction on pipeline rank {int(self.nodes.stage[turn[0]])} fit neither its "
+            f"{len(passes)} passes nor the {len(with_peer)} that have a peer: rows are missing from the trace"
+        )
+
+    def _attach(self, transfer: int, passes: list[int], at: int, receives: bool) -> None:
+        if not receives:
+            self.waits[transfer].append(passes[at])
+            return
+        self.waits[passes[at]].append(transfer)
+        if at > 0:
+            self.waits[transfer].append(passes[at - 1])
+
+    def _first_backward(self, stage: int) -> None:
+        passes = self.passes[stage]
+        first = next((at for at, node in enumerate(passes) if self._kind(node) == BACKWARD), 0)
+        if first < 2:
+            return
+        for end in ("recv", "send"):
+            for transfer in self.nodes.of(f"backward-{end}", stage)[:1]:
+                self.waits[transfer].append(passes[first - 2])
+
+    def _pair_transfers(self) -> None:
+        """Pair what is sent with what is received; where neither is recorded, a pass waits for the pass before it."""
+        topology = self.topology
+        ends: dict[tuple[str, int, int], int] = {}
+        for stage in range(topology.pipeline_size):
+            for direction in (FORWARD, BACKWARD):
+                for node in self._of_direction(stage, direction):
+                    ends[(direction.split("-")[0], self._global_stage(node), int(self.nodes.microbatch[node]))] = node
+        for (way, stage, microbatch), node in ends.items():
+            source = stage + (-1 if way == "forward" else 1)
+            sender = ends.get((way, source, microbatch))
+            if sender is None:
+                continue
+            send = self.transfers.get((way, "send", source, microbatch))
+            receive = self.transfers.get((way, "recv", stage, microbatch))
+            if send is not None and receive is not None:
+                self.partners.append([send, receive])
+            elif receive is not None:
+                self.waits[receive].append(sender)
+            else:
+                self.waits[node].append(sender)
+
+    def _data_parallel(self, stage: int) -> None:
+        last_pass_s = max((self.end_s[node] for node in self.passes[stage]), default=-np.inf)
+        exchanges = [*self.nodes.of(GATHER, stage), *self.nodes.of(SCATTER, stage)]
+        self._chain(sorted(exchanges, key=lambda node: self.start_s[node]))
+        for gather in self._first_of_chunk(reversed(self.nodes.of(GATHER, stage))):
+            chunk = self.nodes.chunk[gather]
+            passes = [node for node in self._of_direction(stage, FORWARD) if chunk in (-1, self.nodes.chunk[node])]
+            if passes and self.start_s[gather] <= self.start_s[passes[0]]:
+                self.waits[passes[0]].append(gather)
+        self.early: set[int] = set()
+        scatters = self.nodes.of(SCATTER, stage)
+        if any(self.start_s[node] < last_pass_s for node in scatters) or self.nodes.of(SEPARATE, stage):
+            self.early = set(scatters)
+            for scatter in self._first_of_chunk(scatters):
+                chunk = self.nodes.chunk[scatter]
+                passes = [node for node in self._of_direction(stage, BACKWARD) if chunk in (-1, self.nodes.chunk[node])]
+                passes = (
+                    passes if chunk >= 0 else [node for node in passes if self.end_s[node] <= self.start_s[scatter]]
+                )
+                if passes:
+                    self.waits[scatter].append(passes[-1])
+
+    def _first_of_chunk(self, turn: Iterable[int]) -> list[int]:
+        """The first of each chunk in ``turn``."""
+        found: dict[int, int] = {}
+        for node in turn:
+            found.setdefault(int(self.nodes.chunk[node]), node)
+        return list(found.values())
+
+    def _rest(self, stage: int) -> None:
+        """What follows the last pass, in turn."""
+        if not self.passes[stage]:
+            return
+        last = max(self.passes[stage], key=lambda node: self.end_s[node])
+        early = self.early | {node for node in self.nodes.of(GATHER, stage) if self.start_s[node] < self.end_s[last]}
+        tail = [(place, node) for place, name in enumerate(TAIL) for node in self.nodes.of(name, stage)]
+        tail = sorted(
+            (pair for pair in tail if pair[1] not in early),
+            key=lambda pair: (max(self.start_s[pair[1]], self.end_s[last]), pair[0]),
+        )
+        turn = [node for _, node in tail]
+        self._chain([last, *turn])
+        scatters = [node for node in self.nodes.of(SCATTER, stage) if node in self.early]
+        after = next((node for node in turn if self._kind(node) != PAUSE), None)
+        if scatters and after is not None:
+            self.waits[after].append(scatters[-1])
+
+    def _meet(self) -> None:
+        """Collectives over pipeline ranks."""
+        for name in (EMBEDDING, CLIP):
+            if name not in self.nodes.kinds:
+                continue
+            mine = np.flatnonzero(self.nodes.kind == self.nodes.kinds.index(name))
+            for turn in np.unique(self.nodes.order[mine]):
+                self.partners.append([int(node) for node in mine[self.nodes.order[mine] == turn]])
+
+    def groups(self) -> tuple[Group, ...] | None:
+        """All operations sorted topologically; None where they have a circle."""
+        group_of = np.full(len(self.waits), -1)
+        members: list[list[int]] = []
+        for together in self.partners:
+            group_of[together] = len(members)
+            members.append(together)
+        for node in range(len(self.waits)):
+            if group_of[node] < 0:
+                group_of[node] = len(members)
+                members.append([node])
+        before = [{int(group_of[wait]) for node in each for wait in self.waits[node]} for each in members]
+        after: list[list[int]] = [[] for _ in members]
+        for number, each in enumerate(before):
+            for wait in each:
+                after[wait].append(number)
+        left = [len(each) for each in before]
+        ready = [number for number, count in enumerate(left) if count == 0]
+        for number in ready:
+            for follower in after[number]:
+                left[follower] -= 1
+                if left[follower] == 0:
+                    ready.append(follower)
+        if len(ready) < len(members):
+            return None
+        return tuple(self._group(members[number]) for number in ready)
+
+    def _group(self, members: list[int]) -> Group:
+        name = self._kind(members[0])
+        waits = tuple(tuple(dict.fromkeys(self.waits[node])) for node in members)
+        return Group(tuple(members), waits, is_exchange(name), name in SYNCHRONISED)
