@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 METADATA_KEY = b"megatron_balance"
 COLUMNS = ("dp_rank", "stage", "step", "optype", "start_ts", "duration", "mc", "mb_id")
 LENGTHS = ("tokens", "longest", "squares")
+INNER = ("tp_rank", "cp_rank")  # ranks that do the same together: the first stands for them
 _META = {  # key of the YAML file: field of Topology
     "pp_size": "pipeline_size",
     "vpp_size": "virtual_size",
@@ -82,6 +83,7 @@ def _files(path: Path) -> list[Path]:
 def _read_tables(files: list[Path], problems: list[str]) -> pyarrow.Table:
     try:
         import pyarrow
+        import pyarrow.compute
         from pyarrow.parquet import ParquetFile
     except ImportError as error:
         raise BalanceError(f"a trace needs pyarrow, which the extra 'trace' installs ({error})") from error
@@ -94,7 +96,11 @@ def _read_tables(files: list[Path], problems: list[str]) -> pyarrow.Table:
             if lacking:
                 raise BalanceError(f"{file} is no trace: it lacks the columns {', '.join(lacking)}")
             wanted = [*COLUMNS, *(name for name in LENGTHS if name in names)]
-            table = opened.read(columns=wanted)
+            inner = [name for name in INNER if name in names]
+            table = opened.read(columns=[*wanted, *inner])
+            for name in inner:
+                table = table.filter(pyarrow.compute.equal(table[name], 0))
+            table = table.select(wanted)
         except (pyarrow.ArrowException, OSError, ValueError) as error:
             if isinstance(error, BalanceError):
                 raise

@@ -59,10 +59,11 @@ def _hooks() -> tuple[Hook, ...]:
     from megatron_balance.megatron import balanced_pipeline, entry_points, stored_layout
     from megatron_balance.megatron.measuring.measurement import Measurement
     from megatron_balance.megatron.packed import attention, hooks, log, options
+    from megatron_balance.megatron.recorder.hooks import needed
 
     ours = (*entry_points.HOOKS, balanced_pipeline.PRINT_ARGS, stored_layout.SAVE)
     packing = (hooks.ROWS, attention.attention_hook(options.TORCH), log.LOG, log.COUNT)
-    return (*ours, *packing, *Measurement(Path("costs.json")).hooks(), *cpu.HOOKS)
+    return (*ours, *packing, *needed(None), *Measurement(Path("costs.json")).hooks(), *cpu.HOOKS)
 
 
 def _problem(hook: Hook) -> str | None:

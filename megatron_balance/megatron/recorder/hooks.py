@@ -15,7 +15,12 @@ from megatron_balance.megatron.registry import Hook, registry
 
 Function = Callable[..., Any]
 SYNC, NORMS, EMBEDDING = "grads-reduce-scatter", "layernorm-grads-all-reduce", "embedding-grads-all-reduce"
-SEPARATE, GATHER, CLIP, UPDATE = "separate-grads-all-reduce", "params-all-gather", "optimizer-clip-main-grad", "optimizer"
+SEPARATE, GATHER, CLIP, UPDATE = (
+    "separate-grads-all-reduce",
+    "params-all-gather",
+    "optimizer-clip-main-grad",
+    "optimizer",
+)
 _SEND_FORWARD, _RECEIVE_FORWARD, _SEND_BACKWARD, _RECEIVE_BACKWARD = TRANSFERS
 
 _PIPELINE = "megatron.core.pipeline_parallel"
@@ -38,8 +43,8 @@ def apply(recorder: Recorder) -> None:
             continue
 
 
-def needed(recorder: Recorder) -> tuple[Hook, ...]:
-    """Hooks without which there is no trace."""
+def needed(recorder: Recorder | None) -> tuple[Hook, ...]:
+    """Hooks without which there is no trace. Without a recorder they can be looked for, not applied."""
     return (
         Hook("megatron.training.training", "train_step", FLAG, "bounds the step", lambda f: _step(recorder, f)),
         Hook(f"{_PIPELINE}.schedules", "forward_step", FLAG, "times forwards", lambda f: _forward(recorder, f)),

@@ -87,7 +87,16 @@ class Finding:
 class Live:
     """One rank's part: what it took, sent to rank 0, which logs, and to the last, which has Megatron's writers."""
 
-    def __init__(self, store: Any, rank: int, world_size: int, place: tuple[int, int], layers: Sequence[int], topology: Topology, speaks: bool) -> None:
+    def __init__(
+        self,
+        store: Any,
+        rank: int,
+        world_size: int,
+        place: tuple[int, int],
+        layers: Sequence[int],
+        topology: Topology,
+        speaks: bool,
+    ) -> None:
         """Begin an interval.
 
         Args:
@@ -137,7 +146,9 @@ class Live:
                 "round": self._round,
                 "place": self.place,
                 "layers": self.layers,
-                "seconds": [[float(np.median(self._passes[chunk, back] or [0.0])) for chunk in chunks] for back in (0, 1)],
+                "seconds": [
+                    [float(np.median(self._passes[chunk, back] or [0.0])) for chunk in chunks] for back in (0, 1)
+                ],
                 "busy_s": float(np.median(self._busy_s)),
                 "gc_s": float(np.mean(self._gc_s)),
             }

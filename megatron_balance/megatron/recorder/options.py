@@ -106,7 +106,9 @@ def prepare_folder(options: TraceOptions) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if earlier := list(folder.glob("rank-*.parquet")):
-            numbers = [int(found[1]) for path in folder.iterdir() if (found := re.fullmatch(r"earlier-(\d+)", path.name))]
+            numbers = [
+                int(found[1]) for path in folder.iterdir() if (found := re.fullmatch(r"earlier-(\d+)", path.name))
+            ]
             aside = folder / f"earlier-{max(numbers, default=0) + 1}"
             aside.mkdir()
             for path in earlier:

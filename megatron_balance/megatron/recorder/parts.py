@@ -43,7 +43,9 @@ class Row(NamedTuple):
 class Parts:
     """The file of one rank."""
 
-    def __init__(self, folder: Path, rank: int, same: Mapping[str, int], job: Mapping[str, Any], here: Mapping[str, Any]) -> None:
+    def __init__(
+        self, folder: Path, rank: int, same: Mapping[str, int], job: Mapping[str, Any], here: Mapping[str, Any]
+    ) -> None:
         """Write nothing yet.
 
         Args:

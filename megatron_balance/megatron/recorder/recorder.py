@@ -137,9 +137,10 @@ class Recorder:
     def _collected(self, phase: str, info: dict[str, int]) -> None:
         if phase == "start":
             self._pause_began = time.monotonic() if self.in_step else None
-        elif self._pause_began is not None and self._step is not None:
-            if (end := time.monotonic()) - self._pause_began >= _SHORTEST_PAUSE_S:
-                self._step.pauses.append((self._pause_began, end))
+        elif self.in_step and self._pause_began is not None:
+            began, end = self._pause_began, time.monotonic()
+            if end - began >= _SHORTEST_PAUSE_S:
+                self._step.pauses.append((began, end))
 
     # --- between steps
 
@@ -186,9 +187,7 @@ class Recorder:
             sizes = (None, None, None)
             if kind in (FORWARD, COMBINED):
                 sizes = _sizes(step.sequences.get((chunk, microbatch)), self.row_tokens)
-            yield Row(
-                step.number, kind, start_s, end_s - start_s, counts[kind], chunk, place, microbatch, *sizes
-            )
+            yield Row(step.number, kind, start_s, end_s - start_s, counts[kind], chunk, place, microbatch, *sizes)
             counts[kind] += 1
 
     def _write(self) -> None:

@@ -76,7 +76,9 @@ def _start(recorder: Recorder, model: Sequence[Any], optimizer: Any) -> None:
         "versions": {name: version(name) for name in ("torch", "megatron-core", "megatron-balance")},
         "micro_batch_tokens": recorder.row_tokens,
     }
-    recorder.parts = Parts(recorder.options.folder, rank, same, job, {"clock_uncertainty_s": recorder.clock.uncertainty_s})
+    recorder.parts = Parts(
+        recorder.options.folder, rank, same, job, {"clock_uncertainty_s": recorder.clock.uncertainty_s}
+    )
     layers = [len(chunk["layers"]) for chunk in chunks]
     speaks = tp_rank == 0 and cp_rank == 0
     recorder.live = Live(store, rank, world_size, (dp_rank, stage), layers, recorder.topology, speaks)
