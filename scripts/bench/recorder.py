@@ -73,8 +73,8 @@ def _case(name: str, steps: int, folder: Path) -> bool:
     off_s = float(np.median(seconds[~on.astype(bool)]))
     print(
         f"{name}: {pairs.size} pairs of steps of {1000 * off_s:.1f} ms: recorded over not recorded {100 * median:+.2f} %"
-        f" (95 % {100 * low:+.2f} to {100 * high:+.2f}); a write {1000 * write_s:.1f} ms, {100 * write_s / INTERVAL / off_s:.3f} % of"
-        f" {INTERVAL} steps; {size / on.sum():.0f} bytes a recorded step and rank",
+        f" (95 % {100 * low:+.2f} to {100 * high:+.2f}); a write {1000 * write_s:.1f} ms,"
+        f" {100 * write_s / INTERVAL / off_s:.3f} % of {INTERVAL} steps; {size / on.sum():.0f} bytes a recorded step and rank",
         flush=True,
     )
     return median > TARGET

@@ -8,6 +8,7 @@ import atexit
 import json
 import sys
 import time
+from itertools import pairwise
 from pathlib import Path
 
 from megatron_balance import run
@@ -28,7 +29,7 @@ def covers(self: TraceOptions, step: int) -> bool:
 def write() -> None:
     from megatron_balance.reporting import global_rank
 
-    seconds = [[step, on, after[2] - start] for (step, on, start), after in zip(begun, begun[1:], strict=False)]
+    seconds = [[step, on, after[2] - start] for (step, on, start), after in pairwise(begun)]
     write_atomically(Path(folder) / f"steps-{global_rank()}.json", json.dumps(seconds))
 
 

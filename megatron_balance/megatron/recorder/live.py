@@ -43,7 +43,7 @@ class Finding:
     """What an interval says.
 
     Attributes:
-        last_over_mean: seconds of the last pipeline rank over the mean of all.
+        last_over_mean: seconds of the last pipeline rank over the mean of all; None where there is one.
         head_layers: head in layers of mean cost; None in a single stage.
         split: layers of each stage that take less; None where none was found.
         saving: share of the step that they save, memory aside.
@@ -51,7 +51,7 @@ class Finding:
         gc_s: as in ``Stages``.
     """
 
-    last_over_mean: float
+    last_over_mean: float | None
     head_layers: float | None
     split: tuple[int, ...] | None
     saving: float
@@ -60,7 +60,9 @@ class Finding:
 
     @property
     def text(self) -> str:
-        parts = [f"last stage {self.last_over_mean:.2f}x the mean"]
+        parts = []
+        if self.last_over_mean is not None:
+            parts.append(f"last stage {self.last_over_mean:.2f}x the mean")
         if self.head_layers is not None:
             parts.append(f"head = {self.head_layers:.1f} layers")
         if self.split is not None:
@@ -165,7 +167,7 @@ class Live:
             return
         from megatron.training import get_tensorboard_writer, get_wandb_writer
 
-        if self.rank == 0:
+        if self.rank == 0 and finding.text:
             print(f"megatron-balance: iteration {iteration}: {finding.text}", flush=True)
         for name, value in finding.scalars.items():
             if (writer := get_tensorboard_writer()) is not None:
@@ -203,7 +205,7 @@ class Live:
         by_rank = busy.reshape(-1, self.topology.pipeline_size).sum(axis=0)
         chain = chain_of(stages)
         return Finding(
-            last_over_mean=float(by_rank[-1] / by_rank.mean()),
+            last_over_mean=float(by_rank[-1] / by_rank.mean()) if by_rank.size > 1 else None,
             head_layers=None if chain is None else chain.head.total_s / chain.mean_layer.total_s,
             split=split,
             saving=saving,

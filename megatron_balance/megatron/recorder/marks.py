@@ -14,7 +14,7 @@ class Marks(Protocol):
         """A mark at what the device has been given so far."""
 
     def anchor(self) -> None:
-        """Compare with the wall clock. For between steps: may wait for the device."""
+        """Compare with the wall clock. For between steps: may wait for the device, after which all marks are done."""
 
     def done(self, mark: Any) -> bool:
         """Whether ``mark`` and all before it can be told."""
@@ -52,7 +52,7 @@ class ProcessMarks:
 class DeviceMarks:
     """CUDA events on the stream that computes.
 
-    An event's time is told from the last anchor, an event for which the host waited. CUDA gives it as float32 milliseconds: an
+    An event's time is told from the last anchor, an event for which the host waited, on either side of it. CUDA gives it as float32 milliseconds: an
     anchor must not be hours away.
     """
 

@@ -153,9 +153,12 @@ class Recorder:
         if self.in_step:
             self.in_step = self.in_pass = False
             self._untold.append(self._step)
-        self._tell()
         past = self.options.end is not None and number == self.options.end - 1
-        if number >= self.options.first and (number % self.options.interval == 0 or past):
+        due = number >= self.options.first and (number % self.options.interval == 0 or past)
+        if due:
+            self.marks.anchor()
+        self._tell()
+        if due:
             self._write()
 
     def _tell(self) -> None:
@@ -201,8 +204,6 @@ class Recorder:
             self.live.exchange()
         if self.clock is not None:
             self.clock.synchronize()
-        if not self._untold:  # marks are told from the anchor before them
-            self.marks.anchor()
 
     @_never_stops_training
     def log(self, iteration: int) -> None:
@@ -213,6 +214,8 @@ class Recorder:
     @_never_stops_training
     def finish(self) -> None:
         """Write what is left, and make one file of it."""
+        if self._untold:
+            self.marks.anchor()
         self._tell()
         if self.parts is not None:
             if not self.parts.is_full:
