@@ -6,16 +6,23 @@ import argparse
 import resource
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+import torch
+import torch.distributed as dist
 
 from megatron_balance.errors import BalanceError
-from megatron_balance.megatron.recorder.live import Stages, chain_of
+from megatron_balance.megatron.recorder.common_clock import CommonClock
+from megatron_balance.megatron.recorder.live import Live, Stages, chain_of
+from megatron_balance.megatron.recorder.marks import ProcessMarks, epoch_s
 from megatron_balance.megatron.recorder.options import TraceOptions, prepare_folder
 from megatron_balance.megatron.recorder.parts import METADATA, Parts, Row
-from megatron_balance.megatron.recorder.recorder import apart
+from megatron_balance.megatron.recorder.recorder import Recorder, Step, apart
+from megatron_balance.topology import Topology
 
 
 def row(step: int) -> Row:
@@ -137,3 +144,64 @@ def test_an_earlier_trace_is_put_aside(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(BalanceError, match=r"cannot be used .*name another folder"):
         prepare_folder(options(**{"": str(tmp_path / "file")}))
+
+
+def test_clocks_of_two_machines_are_brought_together():
+    store, here_s = dist.HashStore(), epoch_s()
+    ranks = [("a", 0.0), ("b", 5.0), ("b", 5.25), ("a", 0.125)]  # clocks are ahead by this
+
+    def synchronized(rank: int) -> CommonClock:
+        machine, ahead_s = ranks[rank]
+        clock = CommonClock(store, rank, len(ranks), here_s + ahead_s, machine)
+        clock.synchronize()
+        return clock
+
+    with ThreadPoolExecutor(len(ranks)) as pool:
+        clocks = list(pool.map(synchronized, range(len(ranks))))
+    for clock, (_, ahead_s) in zip(clocks, ranks, strict=True):
+        assert abs(clock.offset_s + ahead_s) <= clock.uncertainty_s + 1e-6 and clock.uncertainty_s < 1
+
+
+def test_a_slow_last_stage_is_told_with_the_split_that_mends_it():
+    store, topology = dist.HashStore(), Topology(4, 16)
+    ranks = [Live(store, rank, 4, (0, rank), [9], topology, speaks=True) for rank in range(4)]
+    for rank in (1, 2, 3, 0):
+        busy = 9.0 + 6.0 * (rank == 3)
+        passes = [("forward-compute", 0, m, 0.0, busy) for m in range(16)]
+        passes += [("backward-compute", 0, m, 0.0, 2 * busy) for m in range(16)]
+        ranks[rank].take(passes, 0.0)
+        ranks[rank].hears = rank == 0
+        ranks[rank].exchange()
+    finding = ranks[0].finding
+    assert finding.last_over_mean == pytest.approx(15 / 10.5) and finding.head_layers == pytest.approx(6.0)
+    assert sum(finding.split) == 36 and max(finding.split[-1] + 6, *finding.split[:-1]) == 11 and finding.saving > 0.2
+    assert finding.text.startswith("last stage 1.43x the mean; head = 6.0 layers; (")
+
+
+def recorder(folder) -> Recorder:
+    return Recorder(options(**{"": str(folder)}), Topology(1, 2), 64, ProcessMarks())
+
+
+def test_bounds_of_sequences_are_counted_whoever_gives_them(tmp_path):
+    ours = SimpleNamespace(lengths=[3, 4, 5])
+    stock = SimpleNamespace(cu_seqlens_q=torch.tensor([0, 3, 7, 12, 12], dtype=torch.int32))
+    for packed in (ours, stock):
+        of = recorder(tmp_path)
+        of._step, of.in_step = Step(1), True
+        start = of.begin_pass()
+        of.see_sequences(packed)
+        of.end_forward("forward-compute", 0, None, start, torch.zeros(1))
+        of.end_pass("backward-compute", 0, 0, of.begin_pass())
+        forward, backward = of._told(of._step)
+        assert (forward.tokens, forward.longest, forward.squares) == (12, 5, 50) and backward.tokens is None
+        of.give_up(OSError("the test is over"))
+
+
+def test_a_failure_ends_the_recording_with_one_warning(tmp_path, capsys):
+    of = recorder(tmp_path)
+    of._step, of.in_step = Step(1), True
+    of.see_sequences(SimpleNamespace(cu_seqlens_q=0))
+    assert not of.is_on and not of.in_step
+    of.see_sequences(SimpleNamespace(cu_seqlens_q=0))
+    of.finish()
+    assert capsys.readouterr().err.count("recording ends, training goes on (AttributeError") == 1

@@ -18,17 +18,18 @@ class CommonClock:
     for the time, and takes of several answers the one that came fastest: it is off by half that round trip at most.
     """
 
-    def __init__(self, store: Any, rank: int, world_size: int, epoch_s: float) -> None:
+    def __init__(self, store: Any, rank: int, world_size: int, epoch_s: float, machine: str | None = None) -> None:
         """Find out which ranks share a machine. Every rank must take part.
 
         Args:
             store: rendezvous store.
             rank, world_size: of the job.
             epoch_s: this process's, from its monotonic clock to the epoch.
+            machine: name of what shares a monotonic clock; None finds out.
         """
         self.store, self.rank, self.epoch_s = store, rank, epoch_s
         self.offset_s, self.uncertainty_s = 0.0, 0.0
-        store.set(f"clock/machine/{rank}", f"{_machine()} {epoch_s!r}")
+        store.set(f"clock/machine/{rank}", f"{machine or _machine()} {epoch_s!r}")
         keys = [f"clock/machine/{other}" for other in range(world_size)]
         self._machines = [text.decode().rpartition(" ") for text in store.multi_get(keys)]
         first = {}

@@ -52,8 +52,8 @@ class ProcessMarks:
 class DeviceMarks:
     """CUDA events on the stream that computes.
 
-    An event's time is told from the last anchor, an event for which the host waited, on either side of it. CUDA gives it as float32 milliseconds: an
-    anchor must not be hours away.
+    An event's time is told from the last anchor, an event for which the host waited, on either side of it. CUDA gives it as
+    float32 milliseconds: an anchor must not be hours away.
     """
 
     def __init__(self) -> None:
