@@ -242,7 +242,7 @@ def apart(operations: Sequence[tuple[str, int, int, float, float]]) -> list[tupl
     checking gradients) belongs to it.
     """
     once: dict[str, list[float]] = {}
-    others = []
+    others: list[tuple[str, int, int, float, float]] = []
     for operation in operations:
         kind, _, microbatch, start_s, end_s = operation
         if kind in PASSES or microbatch >= 0 or kind == PAUSE or kind.endswith(("-send", "-recv")):
@@ -258,6 +258,9 @@ def apart(operations: Sequence[tuple[str, int, int, float, float]]) -> list[tupl
     if (rest := once.get("separate-grads-all-reduce")) is not None:
         inner = ("grads-reduce-scatter", "layernorm-grads-all-reduce", "embedding-grads-all-reduce")
         rest[0] = max((once[kind][1] for kind in inner if kind in once), default=rest[0])
+        first = once.get("optimizer-clip-main-grad", whole)
+        if first is not None and rest[1] <= first[0]:  # Megatron's checks in between have no name of their own
+            first[0] = rest[1]
     return others + [(kind, -1, -1, *span) for kind, span in once.items()]
 
 
