@@ -56,7 +56,8 @@ def ready():
             resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     Parts.write = limited
 from megatron_balance.megatron.observer import observe
-run.main(sys.argv[2:], ready=lambda: (observe(sys.argv[1]), ready()))
+folder, *arguments = sys.argv[1:]
+run.main(arguments, ready=lambda: (observe(folder), ready()))
 """
 
 
