@@ -183,7 +183,7 @@ def test_every_label_is_learned_once_an_epoch_also_across_a_kill_and_another_top
     check_epochs(steps, written[: round(0.9 * len(written))])
 
 
-RERUN = "--rerun-mode validate_results --eval-interval 5"
+RERUN = "--rerun-mode report_stats --eval-interval 5"
 
 
 @pytest.mark.parametrize("virtual", ["", "--num-virtual-stages-per-pipeline-rank 2"], ids=["PP2", "PP2-VPP2"])

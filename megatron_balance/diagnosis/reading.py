@@ -88,6 +88,7 @@ def _files(path: Path) -> list[Path]:
 def _read_tables(files: list[Path], problems: list[str]) -> pyarrow.Table:
     try:
         import pyarrow
+        import pyarrow.compute
         from pyarrow.parquet import ParquetFile
     except ImportError as error:
         raise BalanceError(f"a trace needs pyarrow, which the extra 'trace' installs ({error})") from error

@@ -24,11 +24,11 @@ def decide_on_rank_0(key: str, decide: Callable[[], str]) -> str:
     if _world_size() == 1:
         return decide()
     with _asking(f"rank 0 could not be asked for the {key}; it may have stopped"):
-        store = _store()
+        shared = store()
         if global_rank() != 0:
-            return store.get(key).decode()
+            return shared.get(key).decode()
     text = decide()
-    store.set(key, text)
+    shared.set(key, text)
     return text
 
 
@@ -41,18 +41,18 @@ def gather_on_rank_0(key: str, text: str) -> list[str]:
     if _world_size() == 1:
         return [text]
     with _asking("not all ranks have said what device they have; one may have stopped"):
-        store = _store()
+        shared = store()
         if global_rank() != 0:
-            store.set(f"{key}/{global_rank()}", text)
+            shared.set(f"{key}/{global_rank()}", text)
             return []
-        return [text, *(store.get(f"{key}/{rank}").decode() for rank in range(1, _world_size()))]
+        return [text, *(shared.get(f"{key}/{rank}").decode() for rank in range(1, _world_size()))]
 
 
 def _world_size() -> int:
     return int(os.environ.get("WORLD_SIZE", 1))
 
 
-def _store() -> Any:
+def store() -> Any:
     """The rendezvous store of `torch.distributed` (`MASTER_ADDR`, `MASTER_PORT`) under a prefix of our own.
 
     `init_process_group` finds it as if we had not been there.
@@ -60,8 +60,8 @@ def _store() -> Any:
     import torch.distributed as dist
 
     if not _stores:
-        store, _, _ = next(iter(dist.rendezvous("env://", timeout=_TIMEOUT)))
-        _stores.append(store)
+        launched, _, _ = next(iter(dist.rendezvous("env://", timeout=_TIMEOUT)))
+        _stores.append(launched)
     # A launcher's store outlives its workers: another attempt, or another number of them, must not read an old plan.
     attempt = f"{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}/{_world_size()}"
     return dist.PrefixStore(f"megatron_balance/{attempt}", _stores[0])

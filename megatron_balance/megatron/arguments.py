@@ -10,6 +10,8 @@ from megatron_balance.costs.devices import Device, device_chosen
 from megatron_balance.errors import BalanceError
 from megatron_balance.megatron.packed.options import FLAG as PACKING
 from megatron_balance.megatron.packed.options import add_arguments as add_packing_arguments
+from megatron_balance.megatron.recorder.options import FLAG as TRACE
+from megatron_balance.megatron.recorder.options import add_arguments as add_trace_arguments
 from megatron_balance.planning.flags import (
     ANALYTIC,
     ANY,
@@ -26,7 +28,7 @@ from megatron_balance.topology import Topology
 
 def given_in(argv: list[str]) -> bool:
     """Whether a command line asks for anything of ours."""
-    return any(argument.startswith((FLAG, PACKING)) for argument in argv)
+    return any(argument.startswith((FLAG, PACKING, TRACE)) for argument in argv)
 
 
 def topology_of(args: Any, num_microbatches: int) -> Topology:
@@ -109,6 +111,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         " keeps, and exit, in a single process.",
     )
     add_packing_arguments(group)
+    add_trace_arguments(group)
     return parser
 
 

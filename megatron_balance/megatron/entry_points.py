@@ -16,6 +16,8 @@ from megatron_balance.errors import BalanceError
 from megatron_balance.megatron.arguments import FLAG, Options, add_arguments, given_in
 from megatron_balance.megatron.packed.options import FLAG as PACKING
 from megatron_balance.megatron.packed.options import PackingOptions
+from megatron_balance.megatron.recorder.options import FLAG as TRACE
+from megatron_balance.megatron.recorder.options import TraceOptions, refuse_conflicts
 from megatron_balance.megatron.registry import Hook, registry
 from megatron_balance.reporting import stops_on_error
 
@@ -78,6 +80,8 @@ def _before_validation(args: Any) -> None:
     options = Options.from_args(args)
     if cpu.is_installed() and not (options and options.plans_for_elsewhere):
         cpu.adapt_arguments(args)
+    if trace := TraceOptions.from_args(args):
+        refuse_conflicts(args, trace)
     if PackingOptions.from_args(args):
         from megatron_balance.megatron.packed import hooks
 
@@ -102,6 +106,10 @@ def _after_globals(args: Any) -> None:
         from megatron_balance.megatron.packed import hooks
 
         hooks.after_globals(args, packing)
+    if trace := TraceOptions.from_args(args):
+        from megatron_balance.megatron.recorder import start
+
+        start.after_globals(args, trace)
 
 
 HOOKS = (
@@ -136,7 +144,8 @@ def enable() -> None:
 
 def _flag_given() -> str:
     """The one of our flags that an error is about."""
-    return PACKING if PACKING in sys.argv and FLAG not in sys.argv else FLAG
+    given = (flag for flag in (FLAG, PACKING, TRACE) if any(word.split("=")[0] == flag for word in sys.argv))
+    return next(given, FLAG)
 
 
 def _check_megatron() -> None:

@@ -171,7 +171,7 @@ def shrink(args: Any, full_length_passes: int) -> Shrunk:
     own = args.seq_length if args.seq_length is not None else args.encoder_seq_length
     *shorter, _ = lengths_to_cost(own, _microbatch(before))
     lengths = (*[own] * full_length_passes, *shorter)
-    ours = {name: None for name in before if name.startswith("balanced_pipeline")}
+    ours = {name: None for name in before if name.startswith(("balanced_pipeline", "straggler_trace"))}
     for name, value in {**_OVERRIDES, **ours}.items():
         if name in before:
             setattr(args, name, value)

@@ -55,7 +55,15 @@ def _needs_fixed(args: Any) -> str | None:
             return f"{conflict.flag} ({conflict.reason})"
     if getattr(args, "num_experts", None) and getattr(args, "moe_token_dispatcher_type", None) == "allgather":
         return "--moe-token-dispatcher-type allgather (it gathers equally many tokens of each rank; alltoall does not)"
+    if getattr(args, "mtp_num_layers", None) and _predicts_apart(args):
+        return "multi-token prediction in stages before the last (what they send on is longer by what they predict)"
     return None
+
+
+def _predicts_apart(args: Any) -> bool:
+    """Whether a layout has multi-token prediction in another stage than the loss."""
+    layout = str(getattr(args, "pipeline_model_parallel_layout", None) or "")
+    return "m" in layout.rpartition("|")[0]
 
 
 def row_multiple(args: Any, on_gpu: bool) -> int:

@@ -1,0 +1,99 @@
+"""The clocks of the job's machines against that of rank 0's, through the rendezvous store and outside steps."""
+
+from __future__ import annotations
+
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+_ROUNDS = 12
+_PATIENCE_S = 2.0
+
+
+class CommonClock:
+    """Seconds to add to this machine's clock for that of rank 0's machine.
+
+    All processes of a machine share a clock (`marks.epoch_s` agrees to a microsecond), so one rank of each machine asks rank 0
+    for the time, and takes of several answers the one that came fastest: it is off by half that round trip at most.
+    """
+
+    def __init__(self, store: Any, rank: int, world_size: int, epoch_s: float, machine: str | None = None) -> None:
+        """Find out which ranks share a machine. Every rank must take part.
+
+        Args:
+            store: rendezvous store.
+            rank, world_size: of the job.
+            epoch_s: this process's, from its monotonic clock to the epoch.
+            machine: name of what shares a monotonic clock; None finds out.
+        """
+        self.store, self.rank, self.epoch_s = store, rank, epoch_s
+        self.offset_s, self.uncertainty_s = 0.0, 0.0
+        store.set(f"clock/machine/{rank}", f"{machine or _machine()} {epoch_s!r}")
+        keys = [f"clock/machine/{other}" for other in range(world_size)]
+        self._machines = [text.decode().rpartition(" ") for text in store.multi_get(keys)]
+        first = {}
+        for other, (machine, _, _) in enumerate(self._machines):
+            first.setdefault(machine, other)
+        self._asks = first[self._machines[rank][0]]  # the rank that asks for this machine
+        self._asking = sorted({*first.values()} - {0})
+        self._round = 0
+
+    def synchronize(self) -> None:
+        """Compare clocks again. Between steps, on all ranks; a rank that does not come costs the others two seconds."""
+        self._round += 1
+        if self.rank == 0:
+            for other in self._asking:
+                self._answer(other)
+        elif self._asks == self.rank:
+            self._ask()
+        if self._asks != 0 and self.rank != self._asks:
+            key = f"clock/offset/{self._asks}/{self._round}"
+            if _awaited(self.store, key):
+                offset_s, self.uncertainty_s = map(float, self.store.get(key).decode().split())
+                # The asking process's clock, and from it to this one's: both read the same monotonic clock.
+                self.offset_s = offset_s + float(self._machines[self._asks][2]) - self.epoch_s
+        elif self._asks == 0:
+            self.offset_s = float(self._machines[0][2]) - self.epoch_s
+
+    def _answer(self, other: int) -> None:
+        for count in range(_ROUNDS):
+            if not _awaited(self.store, f"clock/ask/{other}/{self._round}/{count}"):
+                return
+            now_s = float(self._machines[0][2]) + time.monotonic()
+            self.store.set(f"clock/told/{other}/{self._round}/{count}", repr(now_s))
+
+    def _ask(self) -> None:
+        answers = []
+        for count in range(_ROUNDS):
+            asked_s = time.monotonic()
+            self.store.set(f"clock/ask/{self.rank}/{self._round}/{count}", "")
+            key = f"clock/told/{self.rank}/{self._round}/{count}"
+            if not _awaited(self.store, key):
+                break
+            told_s, heard_s = float(self.store.get(key)), time.monotonic()
+            answers.append((heard_s - asked_s, told_s - self.epoch_s - (asked_s + heard_s) / 2))
+            self.store.delete_key(key)
+            self.store.delete_key(f"clock/ask/{self.rank}/{self._round}/{count}")
+        if len(answers) > 1:
+            trip_s, self.offset_s = min(answers[1:])  # the first waits for rank 0 to come
+            self.uncertainty_s = trip_s / 2
+        self.store.set(f"clock/offset/{self.rank}/{self._round}", f"{self.offset_s!r} {self.uncertainty_s!r}")
+
+
+def _machine() -> str:
+    """Name of what shares a monotonic clock: a booted machine, whatever container a process is in."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return socket.gethostname().replace(" ", "-")
+
+
+def _awaited(store: Any, key: str) -> bool:
+    """Whether ``key`` comes before our patience ends."""
+    deadline = time.monotonic() + _PATIENCE_S
+    while not store.check([key]):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(1e-5)
+    return True

@@ -1,0 +1,248 @@
+"""Where the recorder listens in Megatron. All of it is put there only with the flag."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from megatron_balance.diagnosis.trace import BACKWARD, COMBINED, FORWARD, TRANSFERS
+from megatron_balance.errors import BalanceError
+from megatron_balance.megatron.recorder.options import FLAG
+from megatron_balance.megatron.recorder.recorder import Recorder
+from megatron_balance.megatron.registry import Hook, registry
+
+Function = Callable[..., Any]
+SYNC, NORMS, EMBEDDING = "grads-reduce-scatter", "layernorm-grads-all-reduce", "embedding-grads-all-reduce"
+SEPARATE, GATHER, CLIP, UPDATE = (
+    "separate-grads-all-reduce",
+    "params-all-gather",
+    "optimizer-clip-main-grad",
+    "optimizer",
+)
+_SEND_FORWARD, _RECEIVE_FORWARD, _SEND_BACKWARD, _RECEIVE_BACKWARD = TRANSFERS
+
+_PIPELINE = "megatron.core.pipeline_parallel"
+_FINALIZE = "megatron.core.distributed.finalize_model_grads"
+_DDP = "megatron.core.distributed.distributed_data_parallel"
+
+
+def apply(recorder: Recorder) -> None:
+    """Put the hooks in place.
+
+    Raises:
+        BalanceError: one that is needed has no place in this Megatron.
+    """
+    for hook in needed(recorder):
+        registry.apply(hook)
+    for hook in optional(recorder):
+        try:
+            registry.apply(hook)
+        except BalanceError:  # this Megatron does not do what it would listen to
+            continue
+
+
+def needed(recorder: Recorder | None) -> tuple[Hook, ...]:
+    """Hooks without which there is no trace. Without a recorder they can be looked for, not applied."""
+    return (
+        Hook("megatron.training.training", "train_step", FLAG, "bounds the step", lambda f: _step(recorder, f)),
+        Hook(f"{_PIPELINE}.schedules", "forward_step", FLAG, "times forwards", lambda f: _forward(recorder, f)),
+        Hook(f"{_PIPELINE}.schedules", "backward_step", FLAG, "times backwards", lambda f: _backward(recorder, f)),
+        Hook(
+            f"{_PIPELINE}.p2p_communication",
+            "P2PCommunicator._communicate",
+            FLAG,
+            "times transfers",
+            lambda f: _transfers(recorder, f),
+        ),
+        Hook(_DDP, "DistributedDataParallel.finish_grad_sync", FLAG, "times gradients", _timed(recorder, SYNC)),
+        Hook(_DDP, "DistributedDataParallel.start_param_sync", FLAG, "times parameters", _timed(recorder, GATHER)),
+        Hook(_FINALIZE, "finalize_model_grads", FLAG, "times what else is reduced", _timed(recorder, SEPARATE)),
+        Hook(
+            "megatron.core.optimizer.clip_grads",
+            "clip_grad_by_total_norm_fp32",
+            FLAG,
+            "times clipping",
+            _timed(recorder, CLIP),
+        ),
+        Hook("megatron.training.training", "training_log", FLAG, "logs the stages", lambda f: _log(recorder, f)),
+    )
+
+
+def optional(recorder: Recorder) -> tuple[Hook, ...]:
+    """Hooks for what not every Megatron does."""
+    return (
+        Hook(_FINALIZE, "_allreduce_non_tensor_model_parallel_grads", FLAG, "times norms", _timed(recorder, NORMS)),
+        Hook(_FINALIZE, "_allreduce_word_embedding_grads", FLAG, "times embedding", _timed(recorder, EMBEDDING)),
+        Hook(
+            f"{_PIPELINE}.combined_1f1b",
+            "combined_forward_backward_step",
+            FLAG,
+            "times combined passes",
+            lambda f: _combined(recorder, f),
+        ),
+    )
+
+
+def _step(recorder: Recorder, train_step: Function) -> Function:
+    signature = inspect.signature(train_step)
+
+    def step(*args: Any, **kwargs: Any) -> Any:
+        if not recorder.is_on:
+            return train_step(*args, **kwargs)
+        given = signature.bind(*args, **kwargs).arguments
+        recorder.begin(given["model"], given["optimizer"])
+        try:
+            return train_step(*args, **kwargs)
+        finally:
+            recorder.end()
+
+    return step
+
+
+def _timed(recorder: Recorder, kind: str) -> Callable[[Function], Function]:
+    def wrap(function: Function) -> Function:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if not recorder.in_step or recorder.in_pass or kind in recorder.idle:
+                return function(*args, **kwargs)
+            start = recorder.mark()
+            result = function(*args, **kwargs)
+            recorder.add(kind, -1, -1, start)
+            return result
+
+        return call
+
+    return wrap
+
+
+def _forward(recorder: Recorder, forward_step: Function) -> Function:
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if not recorder.in_step:
+            return forward_step(*args, **kwargs)
+        start = recorder.begin_pass()
+        result = forward_step(*args, **kwargs)
+        recorder.end_forward(FORWARD, kwargs.get("vp_stage") or 0, kwargs.get("current_microbatch"), start, result[0])
+        return result
+
+    return forward
+
+
+def _backward(recorder: Recorder, backward_step: Function) -> Function:
+    def backward(input_tensor: Any, output_tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        if not recorder.in_step:
+            return backward_step(input_tensor, output_tensor, *args, **kwargs)
+        chunk, microbatch = recorder.forwarded(output_tensor)
+        start = recorder.begin_pass()
+        result = backward_step(input_tensor, output_tensor, *args, **kwargs)
+        recorder.end_pass(BACKWARD, chunk, microbatch, start)
+        return result
+
+    return backward
+
+
+def _combined(recorder: Recorder, combined_step: Function) -> Function:
+    """A merged pass is one operation, of the forward's micro-batch, or the backward's where it has no forward."""
+    signature = inspect.signature(combined_step)
+
+    def combined(*args: Any, **kwargs: Any) -> Any:
+        if not recorder.in_step:
+            return combined_step(*args, **kwargs)
+        given = signature.bind(*args, **kwargs).arguments
+        forwards, backwards = given.get("f_model") is not None, given.get("b_model") is not None
+        behind = recorder.forwarded(given["b_output_tensor"]) if backwards else (0, -1)
+        start = recorder.begin_pass()
+        result = combined_step(*args, **kwargs)
+        if not forwards:
+            recorder.end_pass(BACKWARD, *behind, start)
+        else:
+            kind = COMBINED if backwards else FORWARD
+            chunk = given.get("f_model_chunk_id") or 0
+            recorder.end_forward(kind, chunk, given.get("current_microbatch"), start, result[0])
+        return result
+
+    return combined
+
+
+def _transfers(recorder: Recorder, communicate: Function) -> Function:
+    """Each direction of a transfer is an operation of its own; those of one call begin and end together.
+
+    A receive that overlaps computation is what is waited for it: it begins when the schedule comes to wait.
+    """
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not recorder.in_step:
+            return communicate(self, *args, **kwargs)
+        kinds = {
+            "send_next": (_SEND_FORWARD, kwargs.get("tensor_send_next") is not None),
+            "send_prev": (_SEND_BACKWARD, kwargs.get("tensor_send_prev") is not None),
+            "recv_prev": (_RECEIVE_FORWARD, bool(kwargs.get("recv_prev"))),
+            "recv_next": (_RECEIVE_BACKWARD, bool(kwargs.get("recv_next"))),
+        }
+        start = recorder.mark()
+        result = communicate(self, *args, **kwargs)
+        later = result[2] if isinstance(result[2], dict) else {}
+        for name, (kind, happens) in kinds.items():
+            if happens and name in later and name.startswith("recv"):
+                later[name] = _Awaited(recorder, kind, later[name])
+            elif happens:
+                recorder.add(kind, -1, -1, start)
+        return result
+
+    return call
+
+
+class _Awaited:
+    """A handle of Megatron's whose wait is timed."""
+
+    def __init__(self, recorder: Recorder, kind: str, handle: Any) -> None:
+        self._recorder, self._kind, self._handle = recorder, kind, handle
+
+    def wait(self, *args: Any) -> Any:
+        if not self._recorder.in_step:
+            return self._handle.wait(*args)
+        start = self._recorder.mark()
+        result = self._handle.wait(*args)
+        self._recorder.add(self._kind, -1, -1, start)
+        return result
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._handle, name)
+
+
+def _log(recorder: Recorder, training_log: Function) -> Function:
+    signature = inspect.signature(training_log)
+
+    def log(*args: Any, **kwargs: Any) -> Any:
+        result = training_log(*args, **kwargs)
+        recorder.log(signature.bind(*args, **kwargs).arguments["iteration"])
+        return result
+
+    return log
+
+
+def listen_to_sequences(recorder: Recorder, chunks: Sequence[Any]) -> None:
+    """Have the recorder see the bounds of the sequences that each model chunk is given."""
+
+    def see(module: Any, args: Any, kwargs: Any) -> None:
+        if recorder.in_pass and (packed := kwargs.get("packed_seq_params")) is not None:
+            recorder.see_sequences(packed)
+
+    for chunk in chunks:
+        chunk.register_forward_pre_hook(see, with_kwargs=True)
+
+
+def listen_to_optimizer(recorder: Recorder, optimizer: Any, kind: str) -> None:
+    """Time ``optimizer.step``, whatever class it is of."""
+    step = optimizer.step
+
+    @functools.wraps(step)
+    def timed(*args: Any, **kwargs: Any) -> Any:
+        if not recorder.in_step:
+            return step(*args, **kwargs)
+        start = recorder.mark()
+        result = step(*args, **kwargs)
+        recorder.add(kind, -1, -1, start)
+        return result
+
+    optimizer.step = timed

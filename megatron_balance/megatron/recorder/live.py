@@ -1,0 +1,277 @@
+"""What the recorder says while the job runs: which stage takes longest, what the head costs, what another split would save."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from megatron_balance.costs.chain import ChainCosts, ElementCost
+from megatron_balance.diagnosis.trace import BACKWARD, COMBINED, FORWARD
+from megatron_balance.errors import BalanceError
+from megatron_balance.topology import Topology
+
+_PATIENCE_S = 1.0
+_CHANGE = 0.03  # of a stage's share, below which the split is not searched again
+
+
+@dataclass(frozen=True, eq=False)
+class Stages:
+    """Medians of an interval, over micro-batches and then data-parallel ranks.
+
+    Attributes:
+        forward_s, backward_s: of a micro-batch in each stage, shape [stages]; a combined pass counts as a third forward.
+        layers: transformer layers of each stage.
+        dp_busy_s: seconds that each data-parallel rank's pipeline computes in a step, shape [DP].
+        gc_s: seconds a step that the garbage collector takes on the rank where it takes most.
+    """
+
+    forward_s: np.ndarray
+    backward_s: np.ndarray
+    layers: tuple[int, ...]
+    dp_busy_s: np.ndarray
+    gc_s: float
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What an interval says.
+
+    Attributes:
+        last_over_mean: seconds of the last pipeline rank over the mean of all; None where there is one.
+        head_layers: head in layers of mean cost; None in a single stage.
+        split: layers of each stage that take less; None where none was found.
+        saving: share of the step that they save, memory aside.
+        slowest_dp: the slowest data-parallel rank over the mean.
+        gc_s: as in ``Stages``.
+    """
+
+    last_over_mean: float | None
+    head_layers: float | None
+    split: tuple[int, ...] | None
+    saving: float
+    slowest_dp: float
+    gc_s: float
+
+    @property
+    def text(self) -> str:
+        parts = []
+        if self.last_over_mean is not None:
+            parts.append(f"last stage {self.last_over_mean:.2f}x the mean")
+        if self.head_layers is not None:
+            parts.append(f"head = {self.head_layers:.1f} layers")
+        if self.split is not None:
+            shown = ",".join(map(str, self.split))
+            parts.append(f"({shown}) would save {100 * self.saving:.0f} % of the pipeline's time, memory aside")
+        if self.slowest_dp > 1.02:
+            parts.append(f"slowest data-parallel rank {self.slowest_dp:.2f}x the mean")
+        if self.gc_s > 1e-3:
+            parts.append(f"garbage collection {1000 * self.gc_s:.0f} ms a step")
+        return "; ".join(parts)
+
+    @property
+    def scalars(self) -> dict[str, float]:
+        values = {
+            "last stage over mean": self.last_over_mean,
+            "head in layers": self.head_layers,
+            "saving by another split": self.saving,
+            "slowest data-parallel rank over mean": self.slowest_dp,
+            "garbage collection seconds a step": self.gc_s,
+        }
+        return {name: value for name, value in values.items() if value is not None}
+
+
+class Live:
+    """One rank's part: what it took, sent to rank 0, which logs, and to the last, which has Megatron's writers."""
+
+    def __init__(
+        self,
+        store: Any,
+        rank: int,
+        world_size: int,
+        place: tuple[int, int],
+        layers: Sequence[int],
+        topology: Topology,
+        speaks: bool,
+    ) -> None:
+        """Begin an interval.
+
+        Args:
+            store: rendezvous store.
+            rank, world_size: of the job.
+            place: (data-parallel rank, pipeline rank).
+            layers: of each model chunk here.
+            topology: sizes of the job.
+            speaks: whether this rank is the one of its tensor- and context-parallel ranks that tells the others.
+        """
+        self.store, self.rank, self.place, self.layers = store, rank, place, list(layers)
+        self.topology, self.speaks = topology, speaks
+        self.hears = rank in (0, world_size - 1)
+        self._others: list[int] | None = None
+        self._world_size = world_size
+        self._round = 0
+        self._last: tuple[np.ndarray, tuple[int, ...] | None, float] | None = None
+        self.finding: Finding | None = None
+        self._clear()
+        store.set(f"live/speaks/{rank}", str(int(speaks)))
+
+    def _clear(self) -> None:
+        self._passes: dict[tuple[int, int], list[float]] = defaultdict(list)
+        self._busy_s: list[float] = []
+        self._gc_s: list[float] = []
+
+    def take(self, operations: Sequence[tuple[str, int, int, float, float]], gc_s: float) -> None:
+        """Take the operations of a step: kind, chunk, micro-batch, start, end."""
+        busy_s = 0.0
+        for kind, chunk, _, start_s, end_s in operations:
+            if kind in (FORWARD, BACKWARD, COMBINED):
+                duration_s = end_s - start_s
+                busy_s += duration_s
+                shares = {FORWARD: (1.0, None), BACKWARD: (None, 1.0), COMBINED: (1 / 3, 2 / 3)}[kind]
+                for back, share in enumerate(shares):
+                    if share is not None:
+                        self._passes[chunk, back].append(share * duration_s)
+        self._busy_s.append(busy_s)
+        self._gc_s.append(gc_s)
+
+    def exchange(self) -> None:
+        """End the interval: tell, and where this rank hears, find out. Waits a second at most for ranks that do not come."""
+        self._round += 1
+        if self.speaks and self._busy_s:
+            chunks = range(len(self.layers))
+            told = {
+                "round": self._round,
+                "place": self.place,
+                "layers": self.layers,
+                "seconds": [
+                    [float(np.median(self._passes[chunk, back] or [0.0])) for chunk in chunks] for back in (0, 1)
+                ],
+                "busy_s": float(np.median(self._busy_s)),
+                "gc_s": float(np.mean(self._gc_s)),
+            }
+            self.store.set(f"live/{self.rank}", json.dumps(told))
+        self._clear()
+        if self.hears:
+            stages = _stages(self._heard(), self.topology)
+            self.finding = None if stages is None else self._find(stages)
+
+    def log(self, iteration: int) -> None:
+        """Log the finding, once, and give it to Megatron's writers."""
+        finding, self.finding = self.finding, None
+        if finding is None:
+            return
+        from megatron.training import get_tensorboard_writer, get_wandb_writer
+
+        if self.rank == 0 and finding.text:
+            print(f"megatron-balance: iteration {iteration}: {finding.text}", flush=True)
+        for name, value in finding.scalars.items():
+            if (writer := get_tensorboard_writer()) is not None:
+                writer.add_scalar(f"straggler/{name}", value, iteration)
+            if (wandb := get_wandb_writer()) is not None:
+                wandb.log({f"straggler/{name}": value}, iteration)
+
+    def _heard(self) -> list[dict[str, Any]]:
+        if self._others is None:
+            flags = self.store.multi_get([f"live/speaks/{rank}" for rank in range(self._world_size)])
+            self._others = [rank for rank, flag in enumerate(flags) if flag == b"1"]
+        deadline, heard = time.monotonic() + _PATIENCE_S, {}
+        while missing := [rank for rank in self._others if rank not in heard]:
+            there = [rank for rank in missing if self.store.check([f"live/{rank}"])]
+            for rank, text in zip(there, self.store.multi_get([f"live/{rank}" for rank in there]), strict=True):
+                told = json.loads(text)
+                if told["round"] >= self._round:
+                    heard[rank] = told
+            if time.monotonic() > deadline:
+                self._others = list(heard)  # the rest record no more
+                break
+            if len(heard) < len(self._others):
+                time.sleep(1e-3)
+        return list(heard.values())
+
+    def _find(self, stages: Stages) -> Finding:
+        busy = stages.forward_s + stages.backward_s
+        shares = busy / busy.sum()
+        split, saving = None, 0.0
+        if self._last is not None and np.abs(shares - self._last[0]).max() < _CHANGE * shares.mean():
+            _, split, saving = self._last
+        elif (chain := chain_of(stages)) is not None:
+            split, saving = _better(chain, stages, self.topology)
+            self._last = shares, split, saving
+        by_rank = busy.reshape(-1, self.topology.pipeline_size).sum(axis=0)
+        chain = chain_of(stages)
+        return Finding(
+            last_over_mean=float(by_rank[-1] / by_rank.mean()) if by_rank.size > 1 else None,
+            head_layers=None if chain is None else chain.head.total_s / chain.mean_layer.total_s,
+            split=split,
+            saving=saving,
+            slowest_dp=float(stages.dp_busy_s.max() / stages.dp_busy_s.mean()),
+            gc_s=stages.gc_s,
+        )
+
+
+def _stages(heard: Sequence[dict[str, Any]], topology: Topology) -> Stages | None:
+    """None where a stage was not heard of."""
+    ranks, chunks = topology.pipeline_size, topology.virtual_size
+    seconds: list[list[list[float]]] = [[] for _ in range(ranks * chunks)]
+    layers = [0] * (ranks * chunks)
+    busy_s: dict[int, float] = defaultdict(float)
+    for told in heard:
+        dp_rank, pp_rank = told["place"]
+        busy_s[dp_rank] += told["busy_s"]
+        for chunk, count in enumerate(told["layers"]):
+            stage = chunk * ranks + pp_rank
+            layers[stage] = count
+            seconds[stage].append([told["seconds"][0][chunk], told["seconds"][1][chunk]])
+    if not all(seconds):
+        return None
+    forward_s, backward_s = np.array([np.median(each, axis=0) for each in seconds]).T
+    if not (forward_s + backward_s).all():
+        return None
+    gc_s = max(told["gc_s"] for told in heard)
+    return Stages(forward_s, backward_s, tuple(layers), np.array([busy_s[rank] for rank in sorted(busy_s)]), gc_s)
+
+
+def chain_of(stages: Stages) -> ChainCosts | None:
+    """Costs of the elements as the stages tell them; None where they do not: one stage, or no layers elsewhere than in the last.
+
+    A layer costs the mean of the stages between the first and the last, the embedding what the first takes beyond its layers.
+    With two stages the first's layers hold the embedding. The head is what the last takes beyond its layers.
+    """
+    layers = np.array(stages.layers)
+    inner = slice(1, -1) if layers[1:-1].sum() else slice(0, 1)
+    if layers.size < 2 or not layers[inner].sum():
+        return None
+    costs = []
+    for each_s in (stages.forward_s, stages.backward_s):
+        layer_s = float(each_s[inner].sum() / layers[inner].sum())
+        rest_s = np.maximum(each_s - layers * layer_s, 0.0)
+        costs.append((float(rest_s[0]) if inner.start else 0.0, layer_s, float(rest_s[-1])))
+    embedding, layer, head = (ElementCost(*each) for each in zip(*costs, strict=True))
+    if not (layer.forward_s and layer.backward_s):
+        return None
+    return ChainCosts(embedding, (layer,) * int(layers.sum()), head, "recorded")
+
+
+def _better(chain: ChainCosts, stages: Stages, topology: Topology) -> tuple[tuple[int, ...] | None, float]:
+    """Layers of the stages in less time, and the share that this saves.
+
+    Training waits meanwhile. The splits of an interleaved schedule take longest (nine seconds for PP8, 4 chunks, 64 micro-batches),
+    so two groups of its micro-batches must do (two seconds); the share is then that of such a step.
+    """
+    from megatron_balance.pipeline.plan import make_plan, stage_costs, step_seconds
+    from megatron_balance.schedule.simulate import Simulator
+
+    if topology.virtual_size > 1:
+        topology = replace(topology, num_microbatches=min(topology.num_microbatches, 2 * topology.group_size))
+    try:
+        present_s = step_seconds(Simulator(topology), stage_costs(chain, stages.layers))
+        plan = make_plan(chain, topology, {}, starts=[stages.layers], sharpens_bound=False)
+    except BalanceError:
+        return None, 0.0
+    saving = 1 - plan.step_s / present_s
+    return (plan.layers, saving) if saving >= 0.01 and plan.layers != stages.layers else (None, 0.0)

@@ -1,0 +1,98 @@
+"""Putting the recorder into a job."""
+
+from __future__ import annotations
+
+import atexit
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_balance import cpu
+from megatron_balance.megatron import agreement
+from megatron_balance.megatron.arguments import topology_of
+from megatron_balance.megatron.measuring.software import version
+from megatron_balance.megatron.recorder import hooks
+from megatron_balance.megatron.recorder.common_clock import CommonClock
+from megatron_balance.megatron.recorder.live import Live
+from megatron_balance.megatron.recorder.marks import DeviceMarks, ProcessMarks
+from megatron_balance.megatron.recorder.options import TraceOptions, prepare_folder, refuse_conflicts
+from megatron_balance.megatron.recorder.parts import Parts
+from megatron_balance.megatron.recorder.recorder import Recorder
+from megatron_balance.reporting import global_rank
+
+FORMAT = 1
+
+
+def after_globals(args: Any, options: TraceOptions) -> None:
+    """Have this rank record.
+
+    Raises:
+        BalanceError: it cannot; the message says what to do.
+    """
+    from megatron.core.num_microbatches_calculator import get_num_microbatches
+
+    refuse_conflicts(args, options)
+    agreement.decide_on_rank_0("trace folder", lambda: prepare_folder(options) or "ready")
+    on_gpu = torch.cuda.is_available() and not cpu.is_installed()
+    topology = topology_of(args, get_num_microbatches())
+    row_tokens = args.micro_batch_size * args.seq_length
+    recorder = Recorder(options, topology, row_tokens, DeviceMarks() if on_gpu else ProcessMarks())
+    recorder.start = _start
+    hooks.apply(recorder)
+    atexit.register(recorder.finish)
+
+
+def _start(recorder: Recorder, model: Sequence[Any], optimizer: Any) -> None:
+    """Before the first step, when groups and model are there."""
+    from megatron.core import mpu
+    from megatron.training import get_args
+
+    args = get_args()
+    store = dist.HashStore() if args.world_size == 1 else agreement.store()
+    chunks = [built(chunk) for chunk in model]
+    dp_rank, stage = mpu.get_data_parallel_rank(), mpu.get_pipeline_model_parallel_rank()
+    tp_rank, cp_rank = mpu.get_tensor_model_parallel_rank(), mpu.get_context_parallel_rank()
+    rank, world_size = global_rank(), args.world_size
+    same = {"dp_rank": dp_rank, "stage": stage, "rank": rank, "tp_rank": tp_rank, "cp_rank": cp_rank}
+    tied = not args.untie_embeddings_and_output_weights and args.pipeline_model_parallel_size > 1
+    if not (tied and any(chunk["embedding"] or chunk["head"] for chunk in chunks)):
+        recorder.idle = frozenset({hooks.EMBEDDING})  # nobody else has a copy
+    recorder.clock = CommonClock(store, rank, world_size, recorder.marks.epoch_s)
+    recorder.clock.synchronize()
+    if dp_rank == tp_rank == cp_rank == 0:
+        store.set(f"chunks/{stage}", json.dumps(chunks))
+    told = store.multi_get([f"chunks/{other}" for other in range(recorder.topology.pipeline_size)])
+    job = {
+        "format": FORMAT,
+        "name": getattr(args, "wandb_exp_name", "") or "training",
+        "topology": asdict(recorder.topology),
+        "world_size": world_size,
+        "stages": [json.loads(text) for text in told],  # of each pipeline rank its chunks
+        "device": torch.cuda.get_device_name(),
+        "versions": {name: version(name) for name in ("torch", "megatron-core", "megatron-balance")},
+        "micro_batch_tokens": recorder.row_tokens,
+    }
+    recorder.parts = Parts(
+        recorder.options.folder, rank, same, job, {"clock_uncertainty_s": recorder.clock.uncertainty_s}
+    )
+    layers = [len(chunk["layers"]) for chunk in chunks]
+    speaks = tp_rank == 0 and cp_rank == 0
+    recorder.live = Live(store, rank, world_size, (dp_rank, stage), layers, recorder.topology, speaks)
+    hooks.listen_to_sequences(recorder, model)
+    hooks.listen_to_optimizer(recorder, optimizer, hooks.UPDATE)
+
+
+def built(chunk: Any) -> dict[str, Any]:
+    """What a model chunk consists of: numbers of its layers in the model, from 1, and whether it has embedding and head."""
+    while hasattr(chunk, "module"):  # data-parallel and precision wrappers
+        chunk = chunk.module
+    layers = getattr(getattr(chunk, "decoder", None), "layers", ())
+    return {
+        "layers": [layer.layer_number for layer in layers],
+        "embedding": hasattr(chunk, "embedding"),
+        "head": hasattr(chunk, "output_layer"),
+    }
