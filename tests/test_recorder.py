@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from megatron_balance.errors import BalanceError
 from megatron_balance.megatron.recorder.common_clock import CommonClock
+from megatron_balance.megatron.recorder.hooks import _step
 from megatron_balance.megatron.recorder.live import Live, Stages, chain_of
 from megatron_balance.megatron.recorder.marks import ProcessMarks, epoch_s
 from megatron_balance.megatron.recorder.options import TraceOptions, prepare_folder
@@ -195,6 +196,46 @@ def test_bounds_of_sequences_are_counted_whoever_gives_them(tmp_path):
         forward, backward = of._told(of._step)
         assert (forward.tokens, forward.longest, forward.squares) == (12, 5, 50) and backward.tokens is None
         of.give_up(OSError("the test is over"))
+
+
+class Stuck(ProcessMarks):
+    """Marks of a device that waits for ranks that wait for this one."""
+
+    def done(self, mark: float) -> bool:
+        return False
+
+    def anchor(self) -> None:
+        raise TimeoutError("waits for the device")
+
+
+def test_a_failed_step_is_not_waited_for(tmp_path, capsys):
+    of = Recorder(options(**{"": str(tmp_path)}), Topology(1, 2), 64, Stuck())
+    before, failed = Step(1), Step(2)
+    of._untold.append(before)
+    of._step, of.in_step = failed, True
+    for step in (before, failed):
+        step.operations.append(("forward-compute", 0, 0, of.mark(), of.mark()))
+    of.drop()
+    assert of.is_on and not of.in_step
+    of.finish()
+    assert not of._untold and not capsys.readouterr().err
+
+
+def test_a_step_that_fails_still_fails_as_it_did():
+    called = []
+    listening = SimpleNamespace(
+        is_on=True,
+        begin=lambda model, optimizer: called.append("begin"),
+        end=lambda: called.append("end"),
+        drop=lambda: called.append("drop"),
+    )
+
+    def train_step(model, optimizer):
+        raise MemoryError("of the job")
+
+    with pytest.raises(MemoryError, match="of the job"):
+        _step(listening, train_step)("model", "optimizer")
+    assert called == ["begin", "drop"]
 
 
 def test_a_failure_ends_the_recording_with_one_warning(tmp_path, capsys):

@@ -94,9 +94,12 @@ def _step(recorder: Recorder, train_step: Function) -> Function:
         given = signature.bind(*args, **kwargs).arguments
         recorder.begin(given["model"], given["optimizer"])
         try:
-            return train_step(*args, **kwargs)
-        finally:
-            recorder.end()
+            result = train_step(*args, **kwargs)
+        except BaseException:
+            recorder.drop()
+            raise
+        recorder.end()
+        return result
 
     return step
 

@@ -22,6 +22,7 @@ from megatron_balance.topology import Topology
 
 PASSES = (FORWARD, BACKWARD, COMBINED)
 PAUSE = "gc"
+_PATIENCE_S = 5.0
 _SHORTEST_PAUSE_S = 1e-4  # collections of the youngest objects, many a step, hold up nothing
 
 
@@ -154,12 +155,19 @@ class Recorder:
             self.in_step = self.in_pass = False
             self._untold.append(self._step)
         past = self.options.end is not None and number == self.options.end - 1
-        due = number >= self.options.first and (number % self.options.interval == 0 or past)
+        due = self.options.covers(number) and (number % self.options.interval == 0 or past)
         if due:
             self.marks.anchor()
         self._tell()
         if due:
             self._write()
+
+    @_never_stops_training
+    def drop(self) -> None:
+        """A step has failed. Nobody waits for the device any more: it may wait for ranks that wait for this one."""
+        self.in_step = self.in_pass = False
+        self._tell()
+        self._untold.clear()
 
     def _tell(self) -> None:
         while self._untold and self._is_done(self._untold[0]):
@@ -214,9 +222,11 @@ class Recorder:
     @_never_stops_training
     def finish(self) -> None:
         """Write what is left, and make one file of it."""
-        if self._untold:
-            self.marks.anchor()
         self._tell()
+        deadline = time.monotonic() + _PATIENCE_S  # a job that failed may leave its device waiting for ever
+        while self._untold and time.monotonic() < deadline:
+            time.sleep(0.01)
+            self._tell()
         if self.parts is not None:
             if not self.parts.is_full:
                 self.parts.write(self._rows)
