@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import json
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from megatron_balance import cpu
 from megatron_balance.megatron import agreement
 from megatron_balance.megatron.arguments import topology_of
 from megatron_balance.megatron.measuring.software import version
+from megatron_balance.megatron.packed.chosen_shapes import more_of
 from megatron_balance.megatron.recorder import hooks
 from megatron_balance.megatron.recorder.common_clock import CommonClock
 from megatron_balance.megatron.recorder.live import Live
@@ -33,17 +34,23 @@ def after_globals(args: Any, options: TraceOptions) -> None:
     Raises:
         BalanceError: it cannot; the message says what to do.
     """
-    from megatron.core.num_microbatches_calculator import get_num_microbatches
-
     refuse_conflicts(args, options)
     agreement.decide_on_rank_0("trace folder", lambda: prepare_folder(options) or "ready")
     on_gpu = torch.cuda.is_available() and not cpu.is_installed()
-    topology = topology_of(args, get_num_microbatches())
+    topology = topology_of(args, _microbatches(args))
     row_tokens = args.micro_batch_size * args.seq_length
     recorder = Recorder(options, topology, row_tokens, DeviceMarks() if on_gpu else ProcessMarks())
     recorder.start = _start
     hooks.apply(recorder)
     atexit.register(recorder.finish)
+
+
+def _microbatches(args: Any) -> int:
+    """Micro-batches of a step, with those that packing adds to what Megatron counts."""
+    from megatron.core.num_microbatches_calculator import get_num_microbatches
+
+    counted = get_num_microbatches()
+    return counted + (more_of(counted, args) if getattr(args, "varlen_packing", False) else 0)
 
 
 def _start(recorder: Recorder, model: Sequence[Any], optimizer: Any) -> None:
@@ -52,6 +59,8 @@ def _start(recorder: Recorder, model: Sequence[Any], optimizer: Any) -> None:
     from megatron.training import get_args
 
     args = get_args()
+    # A resumed job may be further in a ramp-up of its batch size than one that begins.
+    recorder.topology = replace(recorder.topology, num_microbatches=_microbatches(args))
     store = dist.HashStore() if args.world_size == 1 else agreement.store()
     chunks = [built(chunk) for chunk in model]
     dp_rank, stage = mpu.get_data_parallel_rank(), mpu.get_pipeline_model_parallel_rank()
