@@ -81,13 +81,12 @@ def _start(recorder: Recorder, model: Sequence[Any], optimizer: Any) -> None:
         "topology": asdict(recorder.topology),
         "world_size": world_size,
         "stages": [json.loads(text) for text in told],  # of each pipeline rank its chunks
-        "device": torch.cuda.get_device_name(),
         "versions": {name: version(name) for name in ("torch", "megatron-core", "megatron-balance")},
         "micro_batch_tokens": recorder.row_tokens,
     }
-    recorder.parts = Parts(
-        recorder.options.folder, rank, same, job, {"clock_uncertainty_s": recorder.clock.uncertainty_s}
-    )
+    # What may differ between ranks is not of the job: files that describe different jobs are not read as one trace.
+    here = {"device": torch.cuda.get_device_name(), "clock_uncertainty_s": recorder.clock.uncertainty_s}
+    recorder.parts = Parts(recorder.options.folder, rank, same, job, here)
     layers = [len(chunk["layers"]) for chunk in chunks]
     speaks = tp_rank == 0 and cp_rank == 0
     recorder.live = Live(store, rank, world_size, (dp_rank, stage), layers, recorder.topology, speaks)
