@@ -48,6 +48,18 @@ def gather_on_rank_0(key: str, text: str) -> list[str]:
         return [text, *(shared.get(f"{key}/{rank}").decode() for rank in range(1, _world_size()))]
 
 
+def said_by_all(shared: Any, keys: list[str], patience: timedelta = timedelta(minutes=2)) -> list[bytes]:
+    """What a store holds under ``keys``, each of another rank's.
+
+    A rank that has given up sets none, and its collectives wait for those that wait here: their patience is longer.
+
+    Raises:
+        RuntimeError: one has not come in time.
+    """
+    shared.wait(keys, patience)
+    return shared.multi_get(keys)
+
+
 def _world_size() -> int:
     return int(os.environ.get("WORLD_SIZE", 1))
 

@@ -7,6 +7,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from megatron_balance.megatron.agreement import said_by_all
+
 _ROUNDS = 12
 _PATIENCE_S = 2.0
 
@@ -31,7 +33,7 @@ class CommonClock:
         self.offset_s, self.uncertainty_s = 0.0, 0.0
         store.set(f"clock/machine/{rank}", f"{machine or _machine()} {epoch_s!r}")
         keys = [f"clock/machine/{other}" for other in range(world_size)]
-        self._machines = [text.decode().rpartition(" ") for text in store.multi_get(keys)]
+        self._machines = [text.decode().rpartition(" ") for text in said_by_all(store, keys)]
         first = {}
         for other, (machine, _, _) in enumerate(self._machines):
             first.setdefault(machine, other)

@@ -14,6 +14,7 @@ import numpy as np
 from megatron_balance.costs.chain import ChainCosts, ElementCost
 from megatron_balance.diagnosis.trace import BACKWARD, COMBINED, FORWARD
 from megatron_balance.errors import BalanceError
+from megatron_balance.megatron.agreement import said_by_all
 from megatron_balance.topology import Topology
 
 _PATIENCE_S = 1.0
@@ -177,7 +178,7 @@ class Live:
 
     def _heard(self) -> list[dict[str, Any]]:
         if self._others is None:
-            flags = self.store.multi_get([f"live/speaks/{rank}" for rank in range(self._world_size)])
+            flags = said_by_all(self.store, [f"live/speaks/{rank}" for rank in range(self._world_size)])
             self._others = [rank for rank, flag in enumerate(flags) if flag == b"1"]
         deadline, heard = time.monotonic() + _PATIENCE_S, {}
         while missing := [rank for rank in self._others if rank not in heard]:

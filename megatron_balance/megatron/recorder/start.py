@@ -74,7 +74,7 @@ def _start(recorder: Recorder, model: Sequence[Any], optimizer: Any) -> None:
     recorder.clock.synchronize()
     if dp_rank == tp_rank == cp_rank == 0:
         store.set(f"chunks/{stage}", json.dumps(chunks))
-    told = store.multi_get([f"chunks/{other}" for other in range(recorder.topology.pipeline_size)])
+    told = agreement.said_by_all(store, [f"chunks/{other}" for other in range(recorder.topology.pipeline_size)])
     job = {
         "format": FORMAT,
         "name": getattr(args, "wandb_exp_name", "") or "training",
