@@ -197,14 +197,13 @@ class Live:
     def _find(self, stages: Stages) -> Finding:
         busy = stages.forward_s + stages.backward_s
         shares = busy / busy.sum()
-        split, saving = None, 0.0
+        chain, split, saving = chain_of(stages), None, 0.0
         if self._last is not None and np.abs(shares - self._last[0]).max() < _CHANGE * shares.mean():
             _, split, saving = self._last
-        elif (chain := chain_of(stages)) is not None:
+        elif chain is not None:
             split, saving = _better(chain, stages, self.topology)
             self._last = shares, split, saving
         by_rank = busy.reshape(-1, self.topology.pipeline_size).sum(axis=0)
-        chain = chain_of(stages)
         return Finding(
             last_over_mean=float(by_rank[-1] / by_rank.mean()) if by_rank.size > 1 else None,
             head_layers=None if chain is None else chain.head.total_s / chain.mean_layer.total_s,
