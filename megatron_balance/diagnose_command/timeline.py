@@ -10,13 +10,11 @@ from typing import Any
 import numpy as np
 
 from megatron_balance.diagnose_command.report import printable
-from megatron_balance.diagnosis.cells import PAUSE
 from megatron_balance.diagnosis.replay import Moments, Replay, run
-from megatron_balance.diagnosis.trace import BACKWARD, COMBINED, FORWARD, TRANSFERS
+from megatron_balance.diagnosis.trace import PASSES, PAUSE, TRANSFERS
 
 REAL, IDEAL = "real", "ideal"
-COMPUTE = (FORWARD, BACKWARD, COMBINED)
-_STREAMS = {**dict.fromkeys(COMPUTE, 0), **{name: 2 + place for place, name in enumerate(TRANSFERS)}}
+_STREAMS = {**dict.fromkeys(PASSES, 0), **{name: 2 + place for place, name in enumerate(TRANSFERS)}}
 _ONCE = 1  # the stream of data-parallel communication and the optimizer
 _STREAM_NAMES = ("compute", "once a step", *TRANSFERS)
 _LANES = 1000  # thread numbers between workers' streams: more operations than this never overlap in one
@@ -59,7 +57,7 @@ class StepTimeline:
     @property
     def computes(self) -> np.ndarray:
         """Which operations are forward or backward passes."""
-        return np.isin(self.kind, [place for place, name in enumerate(self.kinds) if name in COMPUTE])
+        return np.isin(self.kind, [place for place, name in enumerate(self.kinds) if name in PASSES])
 
     @property
     def last_dp_rank(self) -> int:

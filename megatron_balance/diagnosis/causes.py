@@ -29,7 +29,8 @@ from megatron_balance.diagnosis.result import (
     UNNAMED,
     WORKER,
 )
-from megatron_balance.diagnosis.signals import COUNTS, PAUSE, Signals
+from megatron_balance.diagnosis.signals import COUNTS, Signals
+from megatron_balance.diagnosis.trace import PAUSE
 
 STRAGGLES = 1.1  # slowdown above which the study says that a job straggles
 _MOST = 0.5  # share of a slowdown

@@ -12,11 +12,9 @@ from functools import cached_property
 
 import numpy as np
 
-from megatron_balance.diagnosis.trace import BACKWARD, COMBINED, FORWARD, Sequences, Trace
+from megatron_balance.diagnosis.trace import PASSES, PAUSE, Sequences, Trace
 from megatron_balance.errors import BalanceError
 
-PASSES = (FORWARD, BACKWARD, COMBINED)
-PAUSE = "gc"
 _MOST_SHOWN = 3
 
 

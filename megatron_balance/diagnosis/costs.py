@@ -31,6 +31,7 @@ from megatron_balance.costs.chain import ChainCosts, ElementCost
 from megatron_balance.costs.table import ANY_LAYER, DIAGNOSED, CostTable, ElementRow, LayerRow
 from megatron_balance.diagnosis.replay import Replay
 from megatron_balance.diagnosis.signals import Signals
+from megatron_balance.diagnosis.trace import GATHER, OPTIMIZER, SCATTER
 from megatron_balance.errors import BalanceError
 from megatron_balance.pipeline.chain import stage_costs
 from megatron_balance.reading import Scalar
@@ -127,9 +128,7 @@ class RecordedSplit:
         ranks = self.replay.trace.job.topology.pipeline_size
         held, recorded = (np.reshape(each, (-1, ranks)).sum(axis=0) for each in (layers, self.layers))
         more = held / recorded - 1
-        gather, scatter, optimizer = (
-            self._median_s(kind) for kind in ("params-all-gather", "grads-reduce-scatter", "optimizer")
-        )
+        gather, scatter, optimizer = (self._median_s(kind) for kind in (GATHER, SCATTER, OPTIMIZER))
         inner = slice(1, -1) if ranks > 2 else slice(None)  # has no embedding table
         middle = [float(np.mean(kind[inner])) for kind in (gather, scatter, optimizer)]
         slowest = float((optimizer + more * middle[2]).max() - optimizer.max())

@@ -23,15 +23,24 @@ from itertools import pairwise
 
 import numpy as np
 
-from megatron_balance.diagnosis.cells import PASSES, PAUSE
-from megatron_balance.diagnosis.trace import BACKWARD, COMBINED, FORWARD
+from megatron_balance.diagnosis.trace import (
+    BACKWARD,
+    CLIP,
+    COMBINED,
+    EMBEDDING,
+    FORWARD,
+    GATHER,
+    LAYERNORM,
+    OPTIMIZER,
+    PASSES,
+    PAUSE,
+    SCATTER,
+    SEPARATE,
+)
 from megatron_balance.errors import BalanceError
 from megatron_balance.schedule.order import schedule_order
 from megatron_balance.topology import Topology
 
-GATHER, SCATTER, SEPARATE = "params-all-gather", "grads-reduce-scatter", "separate-grads-all-reduce"
-EMBEDDING, LAYERNORM, CLIP = "embedding-grads-all-reduce", "layernorm-grads-all-reduce", "optimizer-clip-main-grad"
-OPTIMIZER = "optimizer"
 SYNCHRONISED = (GATHER, SCATTER, SEPARATE, CLIP)  # over all data-parallel ranks
 TAIL = (
     PAUSE,

@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from megatron_balance.diagnosis.cells import PASSES, whole
+from megatron_balance.diagnosis.cells import whole
 from megatron_balance.diagnosis.clocks import aligned
 from megatron_balance.diagnosis.graph import is_exchange
-from megatron_balance.diagnosis.trace import COMBINED, FORWARD, OPERATIONS, Job, Sequences, Trace
+from megatron_balance.diagnosis.trace import COMBINED, FORWARD, OPERATIONS, PASSES, Job, Sequences, Trace
 from megatron_balance.errors import BalanceError
 from megatron_balance.topology import Topology
 

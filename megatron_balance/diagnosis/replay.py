@@ -14,21 +14,24 @@ from functools import cached_property
 
 import numpy as np
 
-from megatron_balance.diagnosis.cells import PAUSE, Cells, cells_of
-from megatron_balance.diagnosis.graph import CLIP, EMBEDDING, LAYERNORM, Group, Nodes, groups_of
-from megatron_balance.diagnosis.trace import TRANSFERS, Trace
+from megatron_balance.diagnosis.cells import Cells, cells_of
+from megatron_balance.diagnosis.graph import Group, Nodes, groups_of
+from megatron_balance.diagnosis.trace import (
+    CLIP,
+    EMBEDDING,
+    GATHER,
+    LAYERNORM,
+    PASSES,
+    PAUSE,
+    SCATTER,
+    SEPARATE,
+    TRANSFERS,
+    Trace,
+)
 from megatron_balance.errors import BalanceError
 
 # Their ideal duration is the median, as one slow transfer would spoil the mean; everything else has its mean.
-COMMUNICATION = (
-    *TRANSFERS,
-    "params-all-gather",
-    "grads-reduce-scatter",
-    "separate-grads-all-reduce",
-    LAYERNORM,
-    EMBEDDING,
-    CLIP,
-)
+COMMUNICATION = (*TRANSFERS, GATHER, SCATTER, SEPARATE, LAYERNORM, EMBEDDING, CLIP)
 OPERATION_OF = {name: f"{name.split('-')[0]}-pp-comm" for name in TRANSFERS}  # both ends of a transfer count as one
 _EARLIEST_S = -0.01  # a transfer that ends this long before its peer starts is no transfer but a clock's error
 _AT_ONCE = 1 << 15  # durations of an operation that are replayed at once, so that they stay in the cache
@@ -280,7 +283,7 @@ class _Pauses:
         stage = trace.pp_rank[rows].astype(np.int64)
         first_s, last_s = trace.start_s[rows], trace.end_s[rows]
         is_pass = cells.chunk >= 0
-        is_pass &= np.array([name.endswith("compute") for name in trace.kinds], dtype=bool)[cells.kind]
+        is_pass &= np.array([name in PASSES for name in trace.kinds], dtype=bool)[cells.kind]
         begun = np.full((cells.steps.size, stages, lanes.size), -np.inf)
         apart = np.ones(rows.size, dtype=bool)
         for number in range(stages):

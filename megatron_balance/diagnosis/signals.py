@@ -21,10 +21,9 @@ from functools import cached_property
 import numpy as np
 
 from megatron_balance.diagnosis.replay import Replay
-from megatron_balance.diagnosis.trace import BACKWARD, FORWARD, Sequences
+from megatron_balance.diagnosis.trace import BACKWARD, FORWARD, PAUSE, Sequences
 
 COUNTS = 0.05  # half of the tenth from which the study says that a job straggles: less is no cause by itself
-PAUSE = "gc"
 _FAR = (
     8.0  # standard deviations, as told from the median deviation: noise of 10 million normal passes does not reach it
 )

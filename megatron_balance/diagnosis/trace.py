@@ -11,18 +11,14 @@ from megatron_balance.topology import Topology
 FORWARD, BACKWARD = "forward-compute", "backward-compute"
 TRANSFERS = ("forward-send", "forward-recv", "backward-send", "backward-recv")
 # What data parallelism and the optimizer do once a step, in the names of the published traces.
-ONCE = (
-    "params-all-gather",
-    "grads-reduce-scatter",
-    "layernorm-grads-all-reduce",
-    "embedding-grads-all-reduce",
-    "separate-grads-all-reduce",
-    "optimizer-clip-main-grad",
-    "optimizer",
-    "gc",
-)
+GATHER, SCATTER, SEPARATE = "params-all-gather", "grads-reduce-scatter", "separate-grads-all-reduce"
+LAYERNORM, EMBEDDING = "layernorm-grads-all-reduce", "embedding-grads-all-reduce"
+CLIP, OPTIMIZER = "optimizer-clip-main-grad", "optimizer"
+PAUSE = "gc"  # of the garbage collector
+ONCE = (GATHER, SCATTER, LAYERNORM, EMBEDDING, SEPARATE, CLIP, OPTIMIZER, PAUSE)
 OPERATIONS = (FORWARD, BACKWARD, *TRANSFERS, *ONCE)
 COMBINED = "forward-backward-compute"  # ours: a forward and a backward pass that run as one (MoE overlap)
+PASSES = (FORWARD, BACKWARD, COMBINED)
 
 
 @dataclass(frozen=True)

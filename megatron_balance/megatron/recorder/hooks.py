@@ -7,20 +7,24 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from megatron_balance.diagnosis.trace import BACKWARD, COMBINED, FORWARD, TRANSFERS
+from megatron_balance.diagnosis.trace import (
+    BACKWARD,
+    CLIP,
+    COMBINED,
+    EMBEDDING,
+    FORWARD,
+    GATHER,
+    LAYERNORM,
+    SCATTER,
+    SEPARATE,
+    TRANSFERS,
+)
 from megatron_balance.errors import BalanceError
 from megatron_balance.megatron.recorder.options import FLAG
 from megatron_balance.megatron.recorder.recorder import Recorder
 from megatron_balance.megatron.registry import Hook, registry
 
 Function = Callable[..., Any]
-SYNC, NORMS, EMBEDDING = "grads-reduce-scatter", "layernorm-grads-all-reduce", "embedding-grads-all-reduce"
-SEPARATE, GATHER, CLIP, UPDATE = (
-    "separate-grads-all-reduce",
-    "params-all-gather",
-    "optimizer-clip-main-grad",
-    "optimizer",
-)
 _SEND_FORWARD, _RECEIVE_FORWARD, _SEND_BACKWARD, _RECEIVE_BACKWARD = TRANSFERS
 
 _PIPELINE = "megatron.core.pipeline_parallel"
@@ -56,7 +60,7 @@ def needed(recorder: Recorder | None) -> tuple[Hook, ...]:
             "times transfers",
             lambda f: _transfers(recorder, f),
         ),
-        Hook(_DDP, "DistributedDataParallel.finish_grad_sync", FLAG, "times gradients", _timed(recorder, SYNC)),
+        Hook(_DDP, "DistributedDataParallel.finish_grad_sync", FLAG, "times gradients", _timed(recorder, SCATTER)),
         Hook(_DDP, "DistributedDataParallel.start_param_sync", FLAG, "times parameters", _timed(recorder, GATHER)),
         Hook(_FINALIZE, "finalize_model_grads", FLAG, "times what else is reduced", _timed(recorder, SEPARATE)),
         Hook(
@@ -73,7 +77,7 @@ def needed(recorder: Recorder | None) -> tuple[Hook, ...]:
 def optional(recorder: Recorder) -> tuple[Hook, ...]:
     """Hooks for what not every Megatron does."""
     return (
-        Hook(_FINALIZE, "_allreduce_non_tensor_model_parallel_grads", FLAG, "times norms", _timed(recorder, NORMS)),
+        Hook(_FINALIZE, "_allreduce_non_tensor_model_parallel_grads", FLAG, "times norms", _timed(recorder, LAYERNORM)),
         Hook(_FINALIZE, "_allreduce_word_embedding_grads", FLAG, "times embedding", _timed(recorder, EMBEDDING)),
         Hook(
             f"{_PIPELINE}.combined_1f1b",

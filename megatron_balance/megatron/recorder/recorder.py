@@ -12,7 +12,20 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_balance.diagnosis.trace import BACKWARD, COMBINED, FORWARD
+from megatron_balance.diagnosis.trace import (
+    CLIP,
+    COMBINED,
+    EMBEDDING,
+    FORWARD,
+    GATHER,
+    LAYERNORM,
+    OPTIMIZER,
+    PASSES,
+    PAUSE,
+    SCATTER,
+    SEPARATE,
+    TRANSFERS,
+)
 from megatron_balance.megatron.recorder.common_clock import CommonClock
 from megatron_balance.megatron.recorder.live import Live
 from megatron_balance.megatron.recorder.marks import Marks
@@ -20,8 +33,6 @@ from megatron_balance.megatron.recorder.options import FLAG, TraceOptions
 from megatron_balance.megatron.recorder.parts import Parts, Row
 from megatron_balance.topology import Topology
 
-PASSES = (FORWARD, BACKWARD, COMBINED)
-PAUSE = "gc"
 _PATIENCE_S = 5.0
 _SHORTEST_PAUSE_S = 1e-4  # collections of the youngest objects, many a step, hold up nothing
 
@@ -255,20 +266,20 @@ def apart(operations: Sequence[tuple[str, int, int, float, float]]) -> list[tupl
     others: list[tuple[str, int, int, float, float]] = []
     for operation in operations:
         kind, _, microbatch, start_s, end_s = operation
-        if kind in PASSES or microbatch >= 0 or kind == PAUSE or kind.endswith(("-send", "-recv")):
+        if microbatch >= 0 or kind in (*PASSES, *TRANSFERS, PAUSE):
             others.append(operation)
         else:
             span = once.setdefault(kind, [start_s, end_s])
             span[0], span[1] = min(span[0], start_s), max(span[1], end_s)
-    if (whole := once.get("optimizer")) is not None:
-        if (clip := once.get("optimizer-clip-main-grad")) is not None:
+    if (whole := once.get(OPTIMIZER)) is not None:
+        if (clip := once.get(CLIP)) is not None:
             clip[0], whole[0] = whole[0], clip[1]
-        if (gather := once.get("params-all-gather")) is not None and whole[0] <= gather[0] <= whole[1]:
+        if (gather := once.get(GATHER)) is not None and whole[0] <= gather[0] <= whole[1]:
             whole[1] = gather[0]
-    if (rest := once.get("separate-grads-all-reduce")) is not None:
-        inner = ("grads-reduce-scatter", "layernorm-grads-all-reduce", "embedding-grads-all-reduce")
+    if (rest := once.get(SEPARATE)) is not None:
+        inner = (SCATTER, LAYERNORM, EMBEDDING)
         rest[0] = max((once[kind][1] for kind in inner if kind in once), default=rest[0])
-        first = once.get("optimizer-clip-main-grad", whole)
+        first = once.get(CLIP, whole)
         if first is not None and rest[1] <= first[0]:  # Megatron's checks in between have no name of their own
             first[0] = rest[1]
     return others + [(kind, -1, -1, *span) for kind, span in once.items()]

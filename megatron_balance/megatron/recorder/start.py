@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_balance import cpu
+from megatron_balance.diagnosis.trace import EMBEDDING, OPTIMIZER
 from megatron_balance.megatron import agreement
 from megatron_balance.megatron.arguments import topology_of
 from megatron_balance.megatron.measuring.software import version
@@ -69,7 +70,7 @@ def _start(recorder: Recorder, model: Sequence[Any], optimizer: Any) -> None:
     same = {"dp_rank": dp_rank, "stage": stage, "rank": rank, "tp_rank": tp_rank, "cp_rank": cp_rank}
     tied = not args.untie_embeddings_and_output_weights and args.pipeline_model_parallel_size > 1
     if not (tied and any(chunk["embedding"] or chunk["head"] for chunk in chunks)):
-        recorder.idle = frozenset({hooks.EMBEDDING})  # nobody else has a copy
+        recorder.idle = frozenset({EMBEDDING})  # nobody else has a copy
     recorder.clock = CommonClock(store, rank, world_size, recorder.marks.epoch_s)
     recorder.clock.synchronize()
     if dp_rank == tp_rank == cp_rank == 0:
@@ -91,7 +92,7 @@ def _start(recorder: Recorder, model: Sequence[Any], optimizer: Any) -> None:
     speaks = tp_rank == 0 and cp_rank == 0
     recorder.live = Live(store, rank, world_size, (dp_rank, stage), layers, recorder.topology, speaks)
     hooks.listen_to_sequences(recorder, model)
-    hooks.listen_to_optimizer(recorder, optimizer, hooks.UPDATE)
+    hooks.listen_to_optimizer(recorder, optimizer, OPTIMIZER)
 
 
 def built(chunk: Any) -> dict[str, Any]:
