@@ -14,7 +14,7 @@ from megatron_balance.diagnosis.trace import BACKWARD, COMBINED, FORWARD
 from megatron_balance.pipeline.show import signed_percent
 
 _FORWARD, _BACKWARD, _ONCE, _IDLE = "#2f6fc4", "#e08a2e", "#7b61b0", "#e9ecf1"
-_INK, _FAINT, _BAD, _GOOD = "#22262e", "#6b7280", "#b3261e", "#1d7a3c"
+_INK, _FAINT, _BAD = "#22262e", "#6b7280", "#b3261e"
 _SHADES = (_IDLE, "#f0b8a4", "#d9604a", "#8f1510")
 _LEAST_RANGE = 0.1  # of shades above 1: what hardly differs looks so
 _BAR = 0.82

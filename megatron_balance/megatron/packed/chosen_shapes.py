@@ -37,9 +37,8 @@ def shapes_of(args: Any) -> str:
     options, reason = PackingOptions.from_args(args), _needs_fixed(args)
     if options.shapes == VARIABLE and reason is not None:
         raise BalanceError(f"{FLAG}-shapes {VARIABLE} cannot be used with {reason}: leave one of the two out")
-    shapes = (
-        VARIABLE if options.shapes == AUTO and reason is None else FIXED if options.shapes == AUTO else options.shapes
-    )
+    usual = VARIABLE if reason is None else FIXED
+    shapes = usual if options.shapes == AUTO else options.shapes
     if options.micro_batches and shapes == FIXED:
         why = f"{FLAG}-shapes {FIXED}" if reason is None else f"the fixed shapes that this job needs for {reason}"
         raise BalanceError(

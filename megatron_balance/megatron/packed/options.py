@@ -134,7 +134,6 @@ def _one_of(*values: Any) -> Callable[[Any], bool]:
 _OWN_BOUNDS = "the bounds of documents come from the index, not from end-of-document tokens: leave it out"
 _OTHER_PACKER = "it packs by a rule of its own: leave one of the two out"
 _FIXED_ITEMS = "every item has its place in a global batch that is planned as a whole: leave it out"
-_LATER = "packing does not do this yet"
 
 CONFLICTS = (
     Conflict("reset_position_ids", bool, "--reset-position-ids", _OWN_BOUNDS),
