@@ -117,12 +117,13 @@ class Launcher:
     def alternate(self, data: Path, progress: Callable[[str], None]) -> None:
         """Train one packed job, each of its batches twice: with our forward step, and with the training script's own.
 
-        Its learning rate is zero, so that both see the same weights.
+        Its learning rate is zero, so that both see the same weights; its shapes are fixed, as the script's own step needs them.
 
         Raises:
             LaunchFailed: the job ended with an error.
         """
         flags = [*self._with_data(PACKED, data), "--lr", "0", "--weight-decay", "0", "--rerun-mode", "disabled"]
+        flags += ["--varlen-packing-shapes", "fixed"]
         run({self._log("both"): self._command(self.seen, ["--both"], flags)}, progress)
 
     def _with_data(self, side: str, data: Path) -> list[str]:
