@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from megatron_balance.costs.table import CostTable
-from megatron_balance.packing.cost import BinCost, SequenceCost
+from megatron_balance.packing.cost import VARIABLE, BinCost, SequenceCost
 from megatron_balance.packing.grid import Grid
 from megatron_balance.packing.step import judge_of, micro_batch_s
 from megatron_balance.planning.job import read_job
@@ -104,7 +104,10 @@ class Side:
 
 @dataclass(frozen=True)
 class Predictor:
-    """Simulated steps of a case, with costs measured on this machine."""
+    """Simulated steps of a case, with costs measured on this machine.
+
+    Both sides compute the tokens of their sequences alone: packing cuts padding off, and chopped bins have none.
+    """
 
     cost: BinCost
     grid: Grid
@@ -113,7 +116,7 @@ class Predictor:
     @classmethod
     def of(cls, case: Case, table: CostTable, flags: Sequence[str]) -> Predictor:
         job = read_job(flags, world_size=case.processes)
-        cost = BinCost(SequenceCost.of_table(table, job.model, job.topology), case.sequence)
+        cost = BinCost(SequenceCost.of_table(table, job.model, job.topology), case.sequence, VARIABLE)
         elements = (table.embedding, table.head, *[table.layers[str(kind)] for kind in job.model.layers])
         update_s = (table.update_s_per_parameter or 0.0) * sum(one.parameters for one in elements) / case.pipeline
         return cls(cost, Grid(case.topology), update_s)
