@@ -8,6 +8,7 @@ import re
 import shlex
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -84,6 +85,14 @@ def test_all_files_are_written_and_written_again(capsys, folder, tmp_path):
     trace = json.loads((tmp_path / "t.json").read_text())
     assert trace["otherData"]["step"] == 2
     assert json.loads((tmp_path / "costs.json").read_text())["format"] == "megatron-balance costs"
+
+
+def test_layers_that_the_trace_tells_need_no_flag(capsys, tmp_path):
+    trace = split_trace((9, 9, 9, 9))
+    write_trace(replace(trace, job=replace(trace.job, layers=(9, 9, 9, 9))), tmp_path / "told.parquet")
+    told = json.loads(good(capsys, f"{tmp_path / 'told.parquet'} --costs {tmp_path / 'costs.json'} --json"))
+    assert told["fix"]["flags"][0].startswith("--pipeline-model-parallel-layout")
+    assert json.loads((tmp_path / "costs.json").read_text())["provenance"]["layers of each stage"] == "9,9,9,9"
 
 
 def test_before_and_after_the_split_that_was_proposed(capsys, folder, tmp_path):

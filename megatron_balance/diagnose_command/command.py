@@ -48,8 +48,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="N,N,...",
-        help="transformer layers of each stage, stage 0 first (9,9,9,9): what a new split is reckoned from; with --before and"
-        " --after once for the first, or twice, in this order",
+        help="transformer layers of each stage, stage 0 first (9,9,9,9), where the trace does not tell them: what a new split"
+        " is reckoned from; with --before and --after once for the first, or twice, in this order",
     )
     compare = parser.add_argument_group("comparison, in place of TRACE")
     compare.add_argument("--before", metavar="A", help="a trace, or the .json of a report, from before a change")
@@ -77,7 +77,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     output.add_argument(
         "--costs",
         metavar="FILE.json",
-        help="write what layers and head cost in this job, for `plan` and training (--balanced-pipeline-costs); needs --layers",
+        help="write what layers and head cost in this job, for `plan` and training (--balanced-pipeline-costs); needs"
+        " --layers where the trace does not tell them",
     )
 
 
@@ -92,6 +93,8 @@ def diagnose(options: argparse.Namespace) -> int:
     if options.before is not None:
         return _compare(options, layers)
     found = _examined(options.trace, options.meta[0] if options.meta else None, layers[0])
+    if options.costs is not None and found.layers is None:
+        raise BalanceError("--costs needs --layers, the transformer layers of each stage: --layers 9,9,9,9")
     step = _step(options.step, found.report)
     _write_files(options, found, step)
     _show(options, found.report)
@@ -114,8 +117,6 @@ def _check(options: argparse.Namespace) -> None:
     given = {flag: getattr(options, flag) for flag in _OUTPUTS if getattr(options, flag) not in (None, _STDOUT)}
     if options.before is not None and (only := sorted({*given} - {"json"})):
         raise BalanceError(f"--{only[0]} is of one trace: leave out --before and --after")
-    if options.costs is not None and not options.layers:
-        raise BalanceError("--costs needs --layers, the transformer layers of each stage: --layers 9,9,9,9")
     if options.step is not None and options.timeline is None and options.picture is None:
         raise BalanceError("--step is for --timeline and --picture: name one of them")
     for flag, path in given.items():
@@ -183,6 +184,7 @@ def _examined(path: str, meta: str | None, layers: tuple[int, ...] | None) -> _F
     with progress(f"diagnosing {path}", 4) as advance:
         trace = read_trace(path, meta)
         advance(1)
+        layers = trace.job.layers if layers is None else layers
         _check_layers(layers, trace.job.topology.num_stages)
         replay = Replay(trace)
         advance(1)
