@@ -161,12 +161,12 @@ class Recorder:
         """A step has ended: tell of those whose operations are done, and write at intervals."""
         from megatron.training import get_args
 
-        number = int(get_args().curr_iteration) + 1
-        if self.in_step:
+        number, recorded = int(get_args().curr_iteration) + 1, self.in_step
+        if recorded:
             self.in_step = self.in_pass = False
             self._untold.append(self._step)
-        past = self.options.end is not None and number == self.options.end - 1
-        due = self.options.covers(number) and (number % self.options.interval == 0 or past)
+        last = self.options.end is not None and number == self.options.end - 1
+        due = recorded and (last or number % self.options.interval == 0)
         if due:
             self.marks.anchor()
         self._tell()
