@@ -111,6 +111,8 @@ class Recorder:
         number = int(get_args().curr_iteration) + 1
         self._forwarded.clear()
         if self.options.covers(number):
+            if self._step is None:
+                self.marks.anchor()  # the job may have trained for hours before the first step that is recorded
             self._step, self.in_step = Step(number), True
 
     def begin_pass(self) -> Any:
