@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import numpy as np
 
-from megatron_balance.diagnosis.trace import Trace
+from megatron_balance.diagnosis.trace import CLIP, Trace
 from megatron_balance.errors import BalanceError
 
-_TOGETHER = "optimizer-clip-main-grad"  # a reduction over all ranks
+_TOGETHER = CLIP  # a reduction over all ranks
 _LEAST_S = 0.01
 _ANOTHER_RUN_S = 60.0
 
