@@ -298,7 +298,7 @@ def _sizes(seen: Any, row_tokens: int) -> tuple[int, int | None, int | None]:
 
 def _first(tensors: Any) -> Any:
     """The tensor, or the first of nested lists of them: Megatron passes either."""
-    while isinstance(tensors, list | tuple):
+    while isinstance(tensors, list | tuple) and tensors:
         tensors = tensors[0]
     return tensors
 
