@@ -61,6 +61,9 @@ check_symbols() {
 # files_of PATCH: what it changes.
 files_of() { sed -n 's|^+++ b/||p' "$1"; }
 
+# list TEXT: that, and the files.
+list() { say "$1" && files_of "$patch" | sed 's/^/  /' >&2; }
+
 # stage PATCH FOLDER: copies of what it changes; fails when a file is missing.
 stage() {
     local file
@@ -92,12 +95,12 @@ take_over() {
     while IFS= read -r file; do
         [ -w "$tree/$file" ] || refuse "No permission to write $tree/$file."
     done < <(files_of "$patch")
+    trap '' HUP INT PIPE TERM  # all files or none
     while IFS= read -r file; do
         cp "$1/$file" "$tree/$file" || {
             cp -r "$before/." "$tree/"
             refuse "Could not write $tree/$file."
         }
-        say "  $file"
     done < <(files_of "$patch")
 }
 
@@ -140,10 +143,10 @@ check_symbols
 find_patch
 name=$kind/$(basename "$patch" .patch)
 case $action-$state in
-    apply-fits) say "Applying $name to $tree:" && take_over "$scratch/patched" ;;
+    apply-fits) take_over "$scratch/patched" && list "$name is now in $tree. Changed:" ;;
     apply-applied) say "$name is in $tree already." ;;
-    check-fits) say "$name fits $tree and would change:" && files_of "$patch" | sed 's/^/  /' >&2 ;;
+    check-fits) list "$name fits $tree. It would change:" ;;
     check-applied) say "$name is in $tree." ;;
-    reverse-applied) say "Taking $name out of $tree:" && take_over "$scratch/reversed" ;;
+    reverse-applied) take_over "$scratch/reversed" && list "$name is no longer in $tree. Changed:" ;;
     reverse-fits) say "$name is not in $tree, nothing to take out." ;;
 esac

@@ -41,7 +41,9 @@ def set_up_by_name(*args, **kwargs):
     model, *rest = set_up(*args, **kwargs)
     numbers = []
     for chunk in model:
-        numbers.append([layer.layer_number for name, layer in chunk.named_modules() if re.search(r"\.layers\.\d+$", name)])
+        numbers.append(
+            [layer.layer_number for name, layer in chunk.named_modules() if re.search(r"\.layers\.\d+$", name)]
+        )
         for name, parameter in chunk.named_parameters():
             fill(parameter, in_whole_model(name, chunk))
     print(f"rank {os.environ['RANK']} built {numbers}", flush=True)
