@@ -26,6 +26,7 @@ HELP
 }
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)
+# shellcheck source=scripts/lib/python.sh
 source "$root/scripts/lib/python.sh"  # say
 
 refuse() {

@@ -63,7 +63,7 @@ flags=(
     --micro-batch-size "${MICRO_BATCH:-1}" --global-batch-size "$GLOBAL_BATCH"
     --train-iters "${ITERATIONS:-1000}" --lr "${LEARNING_RATE:-3e-4}" --lr-decay-style cosine --lr-warmup-fraction 0.01
     --clip-grad 1.0 --weight-decay 0.1 --adam-beta2 0.95
-    --split 99,1,0 --eval-iters 0 --eval-interval 1000 --log-interval 1
+    --split "99,1,0" --eval-iters 0 --eval-interval 1000 --log-interval 1
     --balanced-pipeline --varlen-packing --calculate-per-token-loss
 )
 [ "$TP" = 1 ] || flags+=(--sequence-parallel)
