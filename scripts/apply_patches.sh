@@ -122,8 +122,9 @@ find_patch() {
     [ -f "$log" ] || refuse "$kind does not fit, not found: $(files_of "$patch" | tr '\n' ' ')"
     say "$kind does not fit: every symbol is there, but not every place as $(basename "$patch") knows it:"
     sed -n '/^error: while searching/,/^error: patch failed/p' "$log" | sed 's/^/    /' >&2
-    refuse "Make its changes (the lines marked + in patches/$kind) by hand where they belong" \
-        "$([ $kind != enable ] || printf '(before the first import of Megatron)'), or start jobs with -m megatron_balance.run."
+    [ $kind != enable ] || refuse "Add the lines marked + in patches/enable by hand before the first import of Megatron, or" \
+        "start jobs with -m megatron_balance.run."
+    refuse "Make the changes of patches/$kind by hand where they belong."
 }
 
 action=apply
