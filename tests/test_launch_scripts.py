@@ -58,7 +58,11 @@ def test_two_machines_train_one_model(tmp_path):
         environment = {**os.environ, "PATH": path, **variables, "NODE_RANK": str(rank)}
         with log.open("w") as output:
             machines.append(subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment))
-    status = [machine.wait(120) for machine in machines]
+    try:
+        status = [machine.wait(120) for machine in machines]
+    finally:
+        for machine in machines:
+            machine.terminate()  # torchrun ends its processes; nothing where it has ended
     said = "".join(log.read_text(errors="replace") for log in logs)
     assert status == [0, 0], said[-3000:]
     assert len(re.findall(r"lm loss: \d", said)) == 3
