@@ -1,7 +1,7 @@
 # shellcheck shell=bash disable=SC2034  # variables for torchrun.sh, which sources this
-# DeepSeek-V3: sizes as published (auxiliary-loss-free routing); the defaults are for 1024 GPUs of 80 GB. MTP=1 adds
+# DeepSeek-V3: sizes as published (auxiliary-loss-free routing); the defaults are for 1024 GPUs of 80 GB. MTP=0 leaves out
 # multi-token prediction. Sourced by ../torchrun.sh.
-: "${TP:=1}" "${PP:=16}" "${VPP:=1}" "${EP:=64}" "${SEQ_LENGTH:=4096}" "${GLOBAL_BATCH:=4096}" "${MTP:=0}"
+: "${TP:=1}" "${PP:=16}" "${VPP:=1}" "${EP:=64}" "${SEQ_LENGTH:=4096}" "${GLOBAL_BATCH:=4096}" "${MTP:=1}"
 vocabulary=129280
 model=(
     --num-layers 61 --hidden-size 7168 --ffn-hidden-size 18432
