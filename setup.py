@@ -38,7 +38,7 @@ setup(
         "torch>=2.4",
     ],
     extras_require={
-        "trace": ["pyarrow>=16.0"],  # reads the public trace of a real job
+        "trace": ["pyarrow>=16.0"],  # reads and writes traces
         "te": ["transformer-engine[pytorch]>=2.1"],
         "flash": ["flash-attn>=2.6"],
         "chat": ["jinja2>=3.1", "transformers>=4.44"],  # --varlen-packing with --sft

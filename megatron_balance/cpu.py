@@ -55,6 +55,8 @@ def install() -> None:
     _redirect_random_state()
     _use_gloo()
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # Megatron insists on it for TP; no meaning here
+    # Megatron 0.15 compiles a CUDA helper on import; it takes a failed compilation, but not an unknown GPU.
+    os.environ.setdefault("TORCH_CUDA_ARCH_LIST", "8.0")
     warnings.filterwarnings("ignore", message=".*(Apex|Transformer Engine|transformer-engine)", category=UserWarning)
     # Compiling each small fused function for the CPU takes longer than short runs gain from it.
     torch.compile = _no_compile

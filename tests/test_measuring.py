@@ -58,6 +58,12 @@ def test_a_profile_is_of_one_tensor_parallel_rank(tmp_path):
     assert costs.update_s_per_parameter > 0 and costs.provenance["micro_batches"] >= 15
 
 
+def test_packed_micro_batches_are_measured_at_several_lengths(tmp_path):
+    costs = profile(tmp_path, f"{UNTIED} --varlen-packing --calculate-per-token-loss")
+    (dense,) = costs.layers.values()
+    assert costs.kind == "measured" and [one.seq_length for one in dense.by_length] == [8, 16, 32]
+
+
 def test_each_kind_of_layer_is_measured_with_the_experts_of_one_rank(tmp_path):
     moe = "--num-experts 4 --moe-ffn-hidden-size 64 --expert-model-parallel-size 2 --disable-bias-linear"
     kinds = "--moe-layer-freq [0,1,1,1] --window-size 8,0 --window-attn-skip-freq [1,1,1,1]"

@@ -16,9 +16,10 @@ from megatron_balance.cli import main
 from megatron_balance.costs.analytic import analytic_costs
 from megatron_balance.costs.devices import device_chosen
 from megatron_balance.costs.transfer import transfer_s
+from megatron_balance.errors import BalanceError
 from megatron_balance.pipeline.chain import stage_costs
 from megatron_balance.pipeline.layout import parse_layout
-from megatron_balance.planning.formats import bridge_line, deepspeed_class, deepspeed_parts
+from megatron_balance.planning.formats import bridge_line, deepspeed_class, deepspeed_parts, layers_flags
 from megatron_balance.planning.job import read_job
 from megatron_balance.schedule.simulate import Simulator
 
@@ -286,6 +287,17 @@ def test_deepspeed_prints_the_plan_or_why_not(capsys) -> None:
         capsys, f"--format deepspeed --num-microbatches 8 {PP4} --num-virtual-stages-per-pipeline-rank 2"
     )
     assert status == 2 and "one stage a rank" in err
+
+
+def test_layers_are_those_of_the_layout_or_why_not(capsys) -> None:
+    values = planned(capsys, f"--num-microbatches 8 {PP4} --num-virtual-stages-per-pipeline-rank 2")
+    _, out, _ = run(capsys, f"--format layers --num-microbatches 8 {PP4} --num-virtual-stages-per-pipeline-rank 2")
+    counts = " ".join(str(stage.count("t")) for stage in values["layout"].split("|"))
+    assert out.splitlines()[-1] == f"--num-virtual-stages-per-pipeline-rank 2 --pipeline-layers {counts}"
+    assert layers_flags([4, 2], 1, 1, 1) == "--pipeline-layers 4 2"
+    for layers, stage in (([4, 2, 1], 1), ([4, 2, 0], 2)):
+        with pytest.raises(BalanceError, match="last stage"):
+            layers_flags(layers, 1, 1, stage)
 
 
 # --- timeline

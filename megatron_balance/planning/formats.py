@@ -1,4 +1,4 @@
-"""A split as the text that a training framework takes: Megatron-LM, Megatron-Bridge or DeepSpeed."""
+"""A split as the text that a training framework takes: Megatron-LM (with layouts or without), Megatron-Bridge or DeepSpeed."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from itertools import accumulate
 
 from megatron_balance.errors import BalanceError
 
-FORMATS = ("megatron", "bridge", "deepspeed")
+FORMATS = ("megatron", "layers", "bridge", "deepspeed")
 
 
 def bridge_line(layout: str, virtual_size: int) -> str:
@@ -27,6 +27,28 @@ def bridge_line(layout: str, virtual_size: int) -> str:
             "cfg.model.num_layers_in_last_pipeline_stage = None",
         ]
     )
+
+
+def layers_flags(layers: Sequence[int], virtual_size: int, mtp_num_layers: int, mtp_stage: int) -> str:
+    """The flags of a Megatron-LM without layouts that carries our patch `layer-assignment`.
+
+    Args:
+        layers: transformer layers of each stage, in the order in which data pass them.
+        virtual_size: stages on each rank.
+        mtp_num_layers: multi-token-prediction layers, which such a Megatron builds in the last stage, like its last layer.
+        mtp_stage: the stage that the plan has them in.
+
+    Raises:
+        BalanceError: it cannot run the plan.
+    """
+    if mtp_num_layers and (mtp_stage != len(layers) - 1 or layers[-1] == 0):
+        raise BalanceError(
+            f"a Megatron without layouts builds multi-token prediction in the last stage of {len(layers)}, like the layer"
+            f" before it; this plan has it in stage {mtp_stage} and {layers[-1]} layers in the last: plan with"
+            " --mtp-placement last, or on fewer stages"
+        )
+    virtual = f"--num-virtual-stages-per-pipeline-rank {virtual_size} " if virtual_size > 1 else ""
+    return f"{virtual}--pipeline-layers {' '.join(map(str, layers))}"
 
 
 def deepspeed_parts(layers: Sequence[int], virtual_size: int = 1, mtp_num_layers: int = 0) -> tuple[int, ...]:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megatron_balance.errors import BalanceError
 from megatron_balance.pipeline.plan import Plan
 from megatron_balance.pipeline.show import aligned, labelled, render_plan, signed_percent
-from megatron_balance.planning.formats import bridge_line, deepspeed_class, deepspeed_parts
+from megatron_balance.planning.formats import bridge_line, deepspeed_class, deepspeed_parts, layers_flags
 from megatron_balance.planning.report import Report
 from megatron_balance.planning.study import Alternative
 
@@ -19,7 +20,7 @@ def render_report(report: Report, layout_format: str, width: int = 100) -> str:
 
     Args:
         report: what was found.
-        layout_format: ``megatron``, ``bridge`` or ``deepspeed``.
+        layout_format: ``megatron``, ``layers``, ``bridge`` or ``deepspeed``.
         width: columns.
 
     Raises:
@@ -47,6 +48,12 @@ def layout_to_paste(report: Report, layout_format: str) -> str:
         parts = deepspeed_parts(plan.layers, plan.topology.virtual_size, plan.mtp_num_layers)
         specs = f"layer specs: embedding, {sum(plan.layers)} layers, head (final norm, output layer, loss): {parts[-1]}"
         return f"# {specs}\n# PipelineModule.parts: {list(parts)}\n{deepspeed_class(parts)}"
+    if layout_format == "layers" and job.pattern is None:
+        return layers_flags(plan.layers, plan.topology.virtual_size, plan.mtp_num_layers, plan.mtp_stage)
+    if layout_format == "layers":
+        raise BalanceError(
+            "--format layers is for a Megatron without layouts, which splits no hybrid model: leave it out"
+        )
     if layout_format == "bridge" and job.pattern is None:
         return bridge_line(report.layout, plan.topology.virtual_size)
     if layout_format == "bridge":

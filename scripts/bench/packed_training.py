@@ -5,6 +5,7 @@
    bounds (inter-document masking), under the same attention.
 2. Gain: stock inter-document masking and packing train on the same corpus in turns, a step each; labels learned a second, and
    beside it what the simulator says of the same batches on costs measured on this machine.
+3. Shapes: the same for packing with fixed shapes ("stock" in the table) and with variable ones.
 
 The documents are the source files of Python's standard library, the functions and classes in them, or both: the long files
 and the functions of the others. Two cores are needed, and a quiet machine: about 40 minutes. Exits with 1 if a target is missed.
@@ -30,7 +31,7 @@ for path in map(str, PATHS):  # run from a checkout that is not installed
 from quickstart.launch import LaunchFailed  # noqa: E402
 from quickstart.packed.comparison import ROWS, column, compare  # noqa: E402
 from quickstart.packed.figures import Gain, Overhead  # noqa: E402
-from quickstart.packed.jobs import DEFINITIONS, FILES, MIXED, Case, Launcher, corpus, environment  # noqa: E402
+from quickstart.packed.jobs import DEFINITIONS, FILES, MIXED, PADDED, STOCK, Case, Launcher, corpus, environment  # noqa: E402
 from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
 
@@ -45,6 +46,7 @@ GAINS = (
     Case("files, PP2", FILES, 1024, pipeline=2, data=1, microbatches=8, pairs=40),
     Case("files, DP2", FILES, 1024, pipeline=1, data=2, microbatches=4, pairs=40),
 )
+SHAPES = (Case("shapes, PP2", MIXED, 8192, pipeline=2, data=1, microbatches=8, pairs=30),)
 # Targets.
 LOADER_SHARE = 0.01
 STEP = 1.01
@@ -57,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     os.environ.update(environment(PATHS))
     console = Console(stderr=options.markdown, highlight=False)
-    chosen = [case for case in GAINS if options.only.lower() in case.name.lower()]
+    chosen = [case for case in (*GAINS, *SHAPES) if options.only.lower() in case.name.lower()]
     with_overhead = options.only.lower() in OVERHEAD.name
     try:
         overhead = _overhead(_sized(OVERHEAD, options), options, console) if with_overhead else None
@@ -122,7 +124,7 @@ def _gain(case: Case, options: argparse.Namespace, console: Console) -> Gain:
             status.update(f"{case.name}: {text}")
 
         data = corpus(case, CORPUS_TOKENS, options.out.resolve(), progress)
-        return compare(launcher, data.prefix, progress)
+        return compare(launcher, data.prefix, progress, PADDED if case.name in {one.name for one in SHAPES} else STOCK)
 
 
 def _overhead_rows(overhead: Overhead) -> list[tuple[str, ...]]:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from megatron_balance.costs.table import lengths_to_cost, shapes_of
 from megatron_balance.megatron.measuring.software import local_device
 from megatron_balance.model import LayerKind, ModelSpec, hybrid_pattern, layer_kinds
+from megatron_balance.packing.cost import FIXED
 from megatron_balance.reading import Scalar
 from megatron_balance.topology import Topology
 
@@ -172,6 +173,8 @@ def shrink(args: Any, full_length_passes: int) -> Shrunk:
     *shorter, _ = lengths_to_cost(own, _microbatch(before))
     lengths = (*[own] * full_length_passes, *shorter)
     ours = {name: None for name in before if name.startswith(("balanced_pipeline", "straggler_trace"))}
+    if before.get("varlen_packing"):
+        ours |= {"varlen_packing_shapes": FIXED, "varlen_packing_micro_batches": None}  # micro-batches come as they are
     for name, value in {**_OVERRIDES, **ours}.items():
         if name in before:
             setattr(args, name, value)

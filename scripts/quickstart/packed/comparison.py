@@ -28,24 +28,23 @@ ROWS = (
 )
 
 
-def compare(launcher: Launcher, data: Path, progress: Callable[[str], None]) -> Gain:
-    """Measure costs, then train both sides on ``data``, the prefix of an indexed dataset.
+def compare(launcher: Launcher, data: Path, progress: Callable[[str], None], stock: str = STOCK) -> Gain:
+    """Measure costs, then train packed and ``stock`` on ``data``, the prefix of an indexed dataset.
 
     Raises:
         LaunchFailed, MeasurementFailed: a job, or the measurement, ended with an error.
     """
     case = launcher.case
     progress("measuring costs")
-    flags = case.flags(PACKED)
-    table = measure(launcher.script, flags, launcher.device, case.data)
-    launcher.compare(data, order_of_turns(case.steps), progress)
-    predictor = Predictor.of(case, table, flags)
-    return Gain(case, *(read_side(launcher.seen / side, case, predictor) for side in (STOCK, PACKED)))
+    table = measure(launcher.script, case.flags(PACKED), launcher.device, case.data)
+    launcher.compare(data, order_of_turns(case.steps, stock), progress)
+    sides = (read_side(launcher.seen / side, case, Predictor.of(case, table, side)) for side in (stock, PACKED))
+    return Gain(case, *sides)
 
 
-def order_of_turns(steps: int) -> list[str]:
+def order_of_turns(steps: int, stock: str = STOCK) -> list[str]:
     """Stock, packed, packed, stock, ...: a machine that gets slower or faster steadily favours neither."""
-    return [side for pair in range(steps) for side in ((STOCK, PACKED), (PACKED, STOCK))[pair % 2]]
+    return [side for pair in range(steps) for side in ((stock, PACKED), (PACKED, stock))[pair % 2]]
 
 
 def column(gain: Gain) -> tuple[str, ...]:

@@ -10,12 +10,12 @@ from pathlib import Path
 import numpy as np
 
 from megatron_balance.costs.table import CostTable
-from megatron_balance.packing.cost import VARIABLE, BinCost, SequenceCost
+from megatron_balance.packing.cost import FIXED, VARIABLE, BinCost, SequenceCost
 from megatron_balance.packing.grid import Grid
 from megatron_balance.packing.step import judge_of, micro_batch_s
 from megatron_balance.planning.job import read_job
 from quickstart.observations import read_run
-from quickstart.packed.jobs import WARMUP, Case
+from quickstart.packed.jobs import PACKED, WARMUP, Case
 
 _RESAMPLES = 4000
 
@@ -104,19 +104,17 @@ class Side:
 
 @dataclass(frozen=True)
 class Predictor:
-    """Simulated steps of a case, with costs measured on this machine.
-
-    Both sides compute the tokens of their sequences alone: packing cuts padding off, and chopped bins have none.
-    """
+    """Simulated steps of a case, with costs measured on this machine."""
 
     cost: BinCost
     grid: Grid
     update_s: float
 
     @classmethod
-    def of(cls, case: Case, table: CostTable, flags: Sequence[str]) -> Predictor:
-        job = read_job(flags, world_size=case.processes)
-        cost = BinCost(SequenceCost.of_table(table, job.model, job.topology), case.sequence, VARIABLE)
+    def of(cls, case: Case, table: CostTable, side: str) -> Predictor:
+        job = read_job(case.flags(side), world_size=case.processes)
+        shapes = VARIABLE if side == PACKED else FIXED
+        cost = BinCost(SequenceCost.of_table(table, job.model, job.topology), case.sequence, shapes)
         elements = (table.embedding, table.head, *[table.layers[str(kind)] for kind in job.model.layers])
         update_s = (table.update_s_per_parameter or 0.0) * sum(one.parameters for one in elements) / case.pipeline
         return cls(cost, Grid(case.topology), update_s)
@@ -154,7 +152,7 @@ def read_side(folder: Path, case: Case, predictor: Predictor) -> Side:
 
 @dataclass(frozen=True, eq=False)
 class Gain:
-    """Stock inter-document masking against packing, in labels learned a second."""
+    """Stock inter-document masking (or packing with fixed shapes) against packing, in labels learned a second."""
 
     case: Case
     stock: Side

@@ -10,13 +10,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from megatron_balance.packing.cost import FIXED, VARIABLE
 from megatron_balance.topology import Topology
 from quickstart.corpus import Corpus, Document, build_corpus, read_documents, standard_library
 from quickstart.launch import ENVIRONMENT, run
 from quickstart.turns import Turns
 
 OBSERVED = Path(__file__).with_name("observed.py")
-STOCK, PACKED = "stock", "packed"
+STOCK, PACKED, PADDED = "stock", "packed", "padded"  # padded: packed, with fixed shapes
 FILES, DEFINITIONS, MIXED = "files", "definitions", "mixed"
 _LONG = 60_000  # bytes of a file, about 20,000 tokens
 # One more pair of steps than counts, at either end: the first allocates, and beside the last the other job is ending.
@@ -24,7 +25,8 @@ WARMUP = 1
 
 _OF_SIDE = {
     STOCK: ("--dataloader-inter-document-masking", "--no-create-attention-mask-in-dataloader"),
-    PACKED: ("--varlen-packing",),
+    PACKED: ("--varlen-packing", "--varlen-packing-shapes", VARIABLE),
+    PADDED: ("--varlen-packing", "--varlen-packing-shapes", FIXED),
 }
 
 
@@ -117,13 +119,12 @@ class Launcher:
     def alternate(self, data: Path, progress: Callable[[str], None]) -> None:
         """Train one packed job, each of its batches twice: with our forward step, and with the training script's own.
 
-        Its learning rate is zero, so that both see the same weights; its shapes are fixed, as the script's own step needs them.
+        Its learning rate is zero, so that both see the same weights.
 
         Raises:
             LaunchFailed: the job ended with an error.
         """
-        flags = [*self._with_data(PACKED, data), "--lr", "0", "--weight-decay", "0", "--rerun-mode", "disabled"]
-        flags += ["--varlen-packing-shapes", "fixed"]
+        flags = [*self._with_data(PADDED, data), "--lr", "0", "--weight-decay", "0", "--rerun-mode", "disabled"]
         run({self._log("both"): self._command(self.seen, ["--both"], flags)}, progress)
 
     def _with_data(self, side: str, data: Path) -> list[str]:
