@@ -124,5 +124,5 @@ def test_faulty_lines_are_refused_before_training(tokenizer, tmp_path):
     chat = write_chat(tmp_path / "chat.jsonl", [("user", "Lane?"), ("assistant", "Yes, sir.")], [("user", "Lane?")])
     run = launch(tmp_path, arguments(tokenizer, chat))
     assert run.status != 0 and not run.ranks
-    assert "megatron-balance: error: train data: " in run.output
+    assert f"megatron-balance: error: {chat}: 1 lines" in run.output
     assert "line 2: no assistant turn (turns 1 to 1); mend them or take them out" in run.output
