@@ -142,3 +142,27 @@ def write_standard_output(text: str) -> None:
     except OSError as error:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python flushes at its end
         raise BalanceError(f"standard output cannot be written ({error.strerror})") from error
+
+
+def check_place(flag: str, path: Path, begins: bytes) -> None:
+    """Refuse a place where nothing can be written, or where something stands that is none of ours.
+
+    Args:
+        flag: as the user typed it.
+        path: given with it.
+        begins: how all files begin that it writes.
+
+    Raises:
+        BalanceError: says what is there.
+    """
+    if not (folder := path.absolute().parent).is_dir():
+        raise BalanceError(f"{flag} {path}: there is no folder {folder}")
+    try:
+        if path.is_file() and path.stat().st_size:
+            with path.open("rb") as file:
+                if file.read(len(begins)) != begins:
+                    raise BalanceError(f"{flag} {path} is there and was not written by this flag: name another file")
+        elif path.exists() and not path.is_file():
+            raise BalanceError(f"{flag} {path} is there and no regular file: name another file")
+    except OSError as error:
+        raise BalanceError(f"{flag} {path} cannot be written ({error.strerror}): name another file") from error

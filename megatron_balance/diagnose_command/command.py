@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_balance.errors import BalanceError
-from megatron_balance.files import write_standard_output, write_text
+from megatron_balance.files import check_place, write_standard_output, write_text
 
 if TYPE_CHECKING:
     from megatron_balance.diagnose_command.comparison import Comparison, Summary
@@ -131,22 +131,10 @@ def _check(options: argparse.Namespace) -> None:
 
 
 def _check_place(flag: str, path: str) -> None:
-    """Refuse a place where nothing can be written, or where something stands that is none of ours."""
     ending, begins = _OUTPUTS[flag]
     if not path.endswith(ending):
         raise BalanceError(f"--{flag} {path}: end the file's name in {ending}")
-    place = Path(path)
-    if not (folder := place.absolute().parent).is_dir():
-        raise BalanceError(f"--{flag} {path}: there is no folder {folder}")
-    try:
-        if place.is_file() and place.stat().st_size:
-            with place.open("rb") as file:
-                if file.read(len(begins)) != begins:
-                    raise BalanceError(f"--{flag} {path} is there and was not written by this flag: name another file")
-        elif place.exists() and not place.is_file():
-            raise BalanceError(f"--{flag} {path} is there and no regular file: name another file")
-    except OSError as error:
-        raise BalanceError(f"--{flag} {path} cannot be written ({error.strerror}): name another file") from error
+    check_place(f"--{flag}", Path(path), begins)
 
 
 def _layers(text: str) -> tuple[int, ...]:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_balance.errors import BalanceError
-from megatron_balance.files import write_standard_output, write_text
+from megatron_balance.files import check_place, write_standard_output, write_text
 from megatron_balance.packing.cost import SHAPES
 from megatron_balance.packing.pieces import LONG_DOCUMENTS, SPLIT
 from megatron_balance.planning.flags import FLAG
@@ -163,7 +163,7 @@ def _check_files(options: argparse.Namespace) -> None:
         ("--plot", options.plot, b"\x89PNG"),
     ):
         if path:
-            _check_place(flag, Path(path), begins)
+            check_place(flag, Path(path), begins)
 
 
 def _check_picture(path: str) -> None:
@@ -171,21 +171,6 @@ def _check_picture(path: str) -> None:
         raise BalanceError(f"--plot {path}: end the name in .png")
     if find_spec("matplotlib") is None:  # importing it takes longer than a mistake may
         raise BalanceError("--plot needs matplotlib, which is not installed: pip install 'megatron_balance[timeline]'")
-
-
-def _check_place(flag: str, path: Path, begins: bytes) -> None:
-    """Refuse a place where nothing can be written, or where something stands that is none of ours, as lengths would be."""
-    if not (folder := path.absolute().parent).is_dir():
-        raise BalanceError(f"{flag} {path}: there is no folder {folder}")
-    try:
-        if path.is_file() and path.stat().st_size:
-            with path.open("rb") as file:
-                if file.read(len(begins)) != begins:
-                    raise BalanceError(f"{flag} {path} is there and was not written by this flag: name another file")
-        elif path.exists() and not path.is_file():
-            raise BalanceError(f"{flag} {path} is there and no regular file: name another file")
-    except OSError as error:
-        raise BalanceError(f"{flag} {path} cannot be written ({error.strerror}): name another file") from error
 
 
 def _write_files(options: argparse.Namespace, report: Report, found: Study) -> None:
