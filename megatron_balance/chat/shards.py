@@ -120,8 +120,13 @@ def read(path: Path) -> Part:
     if zlib.crc32(body) != header.get("lengths_crc32"):
         raise reading.DamageError("is damaged: its lengths do not have the checksum in its header")
     numbers = np.frombuffer(body, "<i4").reshape(2, -1)
-    faults = tuple(Fault(*fault) for fault in header.get("faults", ()))
     blank, kinds = reading.count(header.get("blank"), "blank"), header.get("kinds", {})
+    try:
+        faults = tuple(Fault(*fault) for fault in header.get("faults", ()))
+    except TypeError as error:
+        raise reading.DamageError("is damaged: its header does not tell which lines are faulty") from error
+    if not isinstance(kinds, dict):
+        raise reading.DamageError("is damaged: its header does not count faulty lines")
     checksum = reading.count(header.get("tokens_crc32"), "tokens_crc32")
     return Part(numbers[0], numbers[1], blank, kinds, faults, len(line) + 8 * count, checksum)
 
