@@ -10,7 +10,6 @@ from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import numpy as np
-import pyarrow.parquet as pq
 import pytest
 import torch
 import torch.distributed as dist
@@ -24,6 +23,8 @@ from megatron_balance.megatron.recorder.options import TraceOptions, prepare_fol
 from megatron_balance.megatron.recorder.parts import METADATA, Parts, Row
 from megatron_balance.megatron.recorder.recorder import Recorder, Step, apart
 from megatron_balance.topology import Topology
+
+pq = pytest.importorskip("pyarrow.parquet", reason="traces are written with pyarrow, of the extra 'trace'")
 
 
 def row(step: int) -> Row:
