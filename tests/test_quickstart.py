@@ -94,7 +94,8 @@ def test_long_documents_are_cut_into_several_that_lose_nothing(library: Path, tm
     documents, vocabulary, longest = corpus.read_documents(library, 10**6), 300, 7
     whole, _ = corpus.build_corpus(documents, vocabulary, tmp_path)
     cut, _ = corpus.build_corpus(documents, vocabulary, tmp_path, longest=longest)
-    lengths = indexed_dataset.IndexedDataset(str(cut.prefix)).sequence_lengths
+    dataset = indexed_dataset.IndexedDataset(str(cut.prefix))  # its lengths are mapped as long as it lives
+    lengths = dataset.sequence_lengths
     assert max(lengths) == longest and cut.documents == len(lengths) > whole.documents
     assert sum(lengths) - len(lengths) == whole.tokens - whole.documents
 

@@ -90,7 +90,7 @@ def stand_in(tmp_path: Path, mended: tuple[int, int]) -> Failure:
         layers = [(8, 8), mended][: 1 + run.mends]
         return tuple(split_trace(run.folder / str(number), each) for number, each in enumerate(layers))
 
-    return replace(FAILURES["stage"], text=lambda out, device, progress: out / "tokens", train=train)
+    return replace(FAILURES["stage"], text=lambda out, device, pairs, progress: out / "tokens", train=train)
 
 
 @pytest.mark.parametrize(("mended", "status"), [((12, 4), 0), ((9, 7), 1)])

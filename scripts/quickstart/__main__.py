@@ -35,7 +35,7 @@ from quickstart.report import (
     typical_step,
 )
 from quickstart.session import console, stage
-from quickstart.sizes import CORPUS_BYTES, PACKED_TOKENS, packed_case, split_size
+from quickstart.sizes import CORPUS_BYTES, packed_case, packed_tokens, split_size
 
 _QUICK_PAIRS, _QUICK_PACKED_PAIRS = 2, 8
 
@@ -123,7 +123,7 @@ def _packed_round(out: Path, device: str, quick: bool) -> jobs.Launcher:
     launcher = jobs.Launcher(case, out / "packed", device=device, records=True)
     launcher.out.mkdir()
     with stage("chopped and packed documents in turns, a step each") as progress:
-        data = jobs.corpus(case, PACKED_TOKENS, out, progress)
+        data = jobs.corpus(case, packed_tokens(case), out, progress)
         launcher.compare(data.prefix, comparison.order_of_turns(case.steps), progress)
     return launcher
 

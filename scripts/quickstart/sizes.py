@@ -30,7 +30,7 @@ GPU = replace(CPU, hidden=1024, heads=16, sequence=1024, micro_batch=4, microbat
 PACKED_CPU = Case(
     "packed",
     CHAPTERS,
-    sequence=40960,
+    sequence=16384,
     pipeline=1,
     data=2,
     microbatches=1,
@@ -38,10 +38,10 @@ PACKED_CPU = Case(
     layers=2,
     heads=4,
     vocabulary=512,
+    ffn=64,
     longest=6144,
 )
 PACKED_GPU = replace(PACKED_CPU, layers=4, hidden=512, heads=8, pairs=30)
-PACKED_TOKENS = 1_600_000
 
 
 def split_size(device: str) -> Size:
@@ -52,3 +52,8 @@ def split_size(device: str) -> Size:
 def packed_case(device: str) -> Case:
     """What chopped and packed documents are compared on."""
     return PACKED_GPU if device == "cuda" else PACKED_CPU
+
+
+def packed_tokens(case: Case) -> int:
+    """Tokens that all steps of a side train on: both sides then see nearly the same documents, once each."""
+    return case.steps * case.data * case.microbatches * case.sequence

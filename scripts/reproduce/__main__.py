@@ -18,8 +18,6 @@ from megatron_balance.errors import BalanceError
 from megatron_balance.files import write_atomically
 from reproduce.failures import FAILURES, Failure, Run
 
-_PAIRS, _QUICK_PAIRS = (8, 12), (5, 6)  # steps that count: of the stock job alone, and of each job in turns
-
 
 def main() -> int:
     options = _options()
@@ -37,10 +35,10 @@ def _options() -> argparse.Namespace:
 
 def _reproduce(failure: Failure, out: Path, quick: bool) -> int:
     began, device, costs = time.monotonic(), session.device(), out / "costs.json"
-    alone, in_turns = _QUICK_PAIRS if quick else _PAIRS
+    alone, in_turns = failure.quick_pairs if quick else failure.pairs
     _clear(out)
     with stage("text of Python's standard library") as progress:
-        data = failure.text(out, device, progress)
+        data = failure.text(out, device, in_turns, progress)
     with stage(f"stock: {failure.job}") as progress:
         (found,) = failure.train(Run(out / "alone", data, device, alone, False, costs), progress)
     _command("diagnose", found, *(["--costs", costs] if failure.takes_costs else []))

@@ -12,7 +12,7 @@ from quickstart.packed.comparison import order_of_turns
 from quickstart.packed.jobs import PACKED, STOCK, Launcher, corpus
 from quickstart.report import BALANCED, UNIFORM, order_of_rounds
 from quickstart.session import Progress
-from quickstart.sizes import CORPUS_BYTES, PACKED_TOKENS, packed_case, split_size
+from quickstart.sizes import CORPUS_BYTES, packed_case, packed_tokens, split_size
 
 from megatron_balance.diagnosis.result import SEQUENCE_LENGTHS, STAGE_SPLIT
 
@@ -46,15 +46,18 @@ class Failure:
         cause: as the diagnosis names it.
         job: the stock job that has it.
         fix: the flags that mend it.
-        text: makes the dataset in a folder, for a device; returns its prefix.
+        text: makes the dataset in a folder, for a device and so many steps in turns that count; returns its prefix.
         train: trains; returns the traces, first the stock job's.
+        pairs, quick_pairs: steps that count, of the stock job alone, and of each job in turns.
     """
 
     cause: str
     job: str
     fix: str
-    text: Callable[[Path, str, Progress], Path]
+    text: Callable[[Path, str, int, Progress], Path]
     train: Callable[[Run, Progress], tuple[Path, ...]]
+    pairs: tuple[int, int]
+    quick_pairs: tuple[int, int]
 
     @property
     def takes_costs(self) -> bool:
@@ -62,7 +65,7 @@ class Failure:
         return "costs" in self.fix
 
 
-def _text_of_files(out: Path, device: str, progress: Progress) -> Path:
+def _text_of_files(out: Path, device: str, pairs: int, progress: Progress) -> Path:
     documents = read_documents(standard_library(), CORPUS_BYTES)
     return build_corpus(documents, split_size(device).vocabulary, out, progress)[0].prefix
 
@@ -75,8 +78,9 @@ def _train_split(run: Run, progress: Progress) -> tuple[Path, ...]:
     return tuple(job.trace(split) for split in (UNIFORM, BALANCED)[: 1 + run.mends])
 
 
-def _text_of_chapters(out: Path, device: str, progress: Progress) -> Path:
-    return corpus(packed_case(device), PACKED_TOKENS, out, progress).prefix
+def _text_of_chapters(out: Path, device: str, pairs: int, progress: Progress) -> Path:
+    case = packed_case(device).with_pairs(pairs)
+    return corpus(case, packed_tokens(case), out, progress).prefix
 
 
 def _train_lengths(run: Run, progress: Progress) -> tuple[Path, ...]:
@@ -94,6 +98,8 @@ FAILURES = {
         "--balanced-pipeline --balanced-pipeline-costs costs.json",
         _text_of_files,
         _train_split,
+        pairs=(6, 10),
+        quick_pairs=(3, 4),
     ),
     "length": Failure(
         SEQUENCE_LENGTHS,
@@ -101,5 +107,7 @@ FAILURES = {
         "--varlen-packing",
         _text_of_chapters,
         _train_lengths,
+        pairs=(12, 24),  # steps differ in their documents
+        quick_pairs=(8, 12),
     ),
 }

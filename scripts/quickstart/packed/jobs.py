@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import math
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -19,7 +19,8 @@ OBSERVED = Path(__file__).with_name("observed.py")
 STOCK, PACKED, PADDED = "stock", "packed", "padded"  # padded: packed, with fixed shapes
 FILES, DEFINITIONS, MIXED, CHAPTERS = "files", "definitions", "mixed", "chapters"
 _LONG = 60_000  # bytes of a file, about 20,000 tokens
-_SHARES = {DEFINITIONS: 0.0, MIXED: 1.0, CHAPTERS: 0.35}  # of long files in the text, at most
+_CHAPTERS_BYTES = 2.2  # of a token of a vocabulary of 512
+_SHARES = {DEFINITIONS: 0.0, MIXED: 1.0, CHAPTERS: 0.2}  # of long files in the text, at most
 # One more pair of steps than counts, at either end: the first allocates, and beside the last the other job is ending.
 WARMUP = 1
 
@@ -45,6 +46,7 @@ class Case:
         pairs: steps of each side that count.
         layers, hidden, heads, vocabulary: of the model. Its head takes about as long as a layer: in a pipeline of two the
             second stage has a layer less.
+        ffn: width of the MLPs; None for four times the hidden one.
         longest: tokens of a document at most: longer ones are cut into several; None for as they are.
     """
 
@@ -59,6 +61,7 @@ class Case:
     hidden: int = 64
     heads: int = 1
     vocabulary: int = 2048
+    ffn: int | None = None
     longest: int | None = None
 
     @property
@@ -81,6 +84,7 @@ class Case:
         length, batch = self.sequence, self.data * self.microbatches
         split = ("--pipeline-model-parallel-layout", "Ettt|ttL") if self.pipeline == 2 else ()
         words = [
+            *(("--ffn-hidden-size", self.ffn) if self.ffn else ()),
             *("--num-layers", self.layers, "--hidden-size", self.hidden, "--num-attention-heads", self.heads),
             *("--seq-length", length, "--max-position-embeddings", length, "--untie-embeddings-and-output-weights"),
             *("--attention-dropout", 0, "--hidden-dropout", 0, "--calculate-per-token-loss"),
@@ -168,13 +172,21 @@ def environment(paths: Sequence[Path]) -> dict[str, str]:
 
 
 def corpus(case: Case, tokens: int, out: Path, progress: Callable[[str], None]) -> Corpus:
-    """The standard library's source text, at least ``tokens`` tokens where it has them, in documents as ``case`` wants them."""
+    """The standard library's source text, about ``tokens`` tokens where it has them, in documents as ``case`` wants them."""
     documents = read_documents(standard_library(), tokens * 4)
     if case.documents != FILES:
-        documents = list(
-            _parts(documents, math.inf if case.documents == DEFINITIONS else _LONG, _SHARES[case.documents])
-        )
+        parts = _parts(documents, math.inf if case.documents == DEFINITIONS else _LONG, _SHARES[case.documents])
+        documents = list(_up_to(parts, tokens * _CHAPTERS_BYTES) if case.documents == CHAPTERS else parts)
     return build_corpus(documents, case.vocabulary, out, progress, case.longest)[0]
+
+
+def _up_to(documents: Iterable[Document], limit_bytes: float) -> Iterator[Document]:
+    size = 0
+    for document in documents:
+        if size >= limit_bytes:
+            return
+        size += len(document.text)
+        yield document
 
 
 def _parts(documents: list[Document], long: float, share: float) -> Iterator[Document]:
