@@ -24,8 +24,8 @@ What it does:
   5. starts training with --balanced-pipeline on two more, which measures what layers and head cost here, plans, and
      predicts the step times of both splits; then both train in turns, a step each
   6. compares step times, with each other and with the prediction, and losses
-  7. trains on chapters of long source files and short functions, on two data-parallel ranks, chopped and packed in turns,
-     a step each, and compares the tokens learned a second
+  7. trains on a blend of functions and of long source files in chapters, on two data-parallel ranks, chopped and packed in
+     turns, a step each, and compares the tokens learned a second
   8. diagnoses what all four jobs recorded (--straggler-trace): the cause that it names before, what is left of the symptoms
      after, the gain that it predicts and the one that came
 

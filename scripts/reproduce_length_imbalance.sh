@@ -7,7 +7,7 @@ usage() {
 usage: bash scripts/reproduce_length_imbalance.sh [--quick] [--out FOLDER]
 
 Real Megatron on two data-parallel ranks, one core each, from a clean seed, on the source text of Python's standard library:
-functions, and long files in chapters.
+a blend of two data sets, of functions and of long files in chapters.
   1. trains a GPT with long bins as stock, documents chopped and attention within each (--dataloader-inter-document-masking),
      with --straggler-trace
   2. `megatron-balance diagnose`: names the cause

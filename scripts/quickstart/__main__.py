@@ -37,7 +37,7 @@ from quickstart.report import (
 from quickstart.session import console, stage
 from quickstart.sizes import CORPUS_BYTES, packed_case, packed_tokens, split_size
 
-_QUICK_PAIRS, _QUICK_PACKED_PAIRS = 2, 8
+_QUICK_PAIRS, _QUICK_PACKED_PAIRS = 2, 5
 
 
 def main() -> int:
@@ -57,10 +57,11 @@ def _compare(out: Path, quick: bool) -> int:
     device = session.device()
     size = replace(split_size(device), **({"pairs": _QUICK_PAIRS} if quick else {}))
     _clear(out)
-    corpus = _corpus(size, out)
-    job = Job(size, device, corpus.prefix, out)
-    with stage("starting checkpoint, from one unsplit run") as progress:
-        job.start("start", progress)
+    with session.beside("quickstart.warm"):
+        corpus = _corpus(size, out)
+        job = Job(size, device, corpus.prefix, out)
+        with stage("starting checkpoint, from one unsplit run") as progress:
+            job.start("start", progress)
     rounds = _rounds(job)
     summary = summarize(rounds, size.warmup, load_plan(job.plan), device)
     measured = counted(rounds, size.warmup)
@@ -123,8 +124,8 @@ def _packed_round(out: Path, device: str, quick: bool) -> jobs.Launcher:
     launcher = jobs.Launcher(case, out / "packed", device=device, records=True)
     launcher.out.mkdir()
     with stage("chopped and packed documents in turns, a step each") as progress:
-        data = jobs.corpus(case, packed_tokens(case), out, progress)
-        launcher.compare(data.prefix, comparison.order_of_turns(case.steps), progress)
+        data = jobs.blend(case, packed_tokens(case), out, progress)
+        launcher.compare(data, comparison.order_of_turns(case.steps), progress)
     return launcher
 
 

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 _FORMAT = 1  # part of the key: raise it when the same documents give other files
 _FOREIGN = {"site-packages", "dist-packages", "__pycache__"}
@@ -85,9 +86,9 @@ def _source_files(root: Path) -> Iterator[str]:
                 yield (Path(folder) / name).relative_to(root).as_posix()
 
 
-def corpus_key(documents: list[Document], vocabulary: int, longest: int | None = None) -> str:
+def corpus_key(documents: list[Document], vocabulary: int, longest: int | None = None, tokenizer: Any = None) -> str:
     """A name for what `build_corpus` makes of ``documents``: equal inputs, equal key."""
-    digest = hashlib.sha256(f"{_FORMAT} {vocabulary} {longest}".encode())
+    digest = hashlib.sha256(f"{_FORMAT} {vocabulary} {longest} {tokenizer and tokenizer.to_str()}".encode())
     for document in documents:
         for part in (document.name.encode(), document.text.encode()):
             digest.update(b"%d:" % len(part) + part)
@@ -100,23 +101,24 @@ def build_corpus(
     out: Path,
     progress: Callable[[str], None] = lambda text: None,
     longest: int | None = None,
+    tokenizer: Any = None,
 ) -> tuple[Corpus, bool]:
     """Tokenize ``documents`` into a folder of ``out`` that is named after their content, unless it is there already.
 
     Token ids are below ``vocabulary``; the last one marks the end of a document, as Megatron's NullTokenizer has it.
     The folder appears at once and complete: a process killed on the way leaves only a temporary folder, which the next
     call removes. ``out`` must belong to one process at a time. What has more than ``longest`` tokens becomes several
-    documents.
+    documents. Without a ``tokenizer`` one is trained on them.
 
     Returns:
         The corpus, and whether it was built now.
     """
-    folder = out / f"corpus-{corpus_key(documents, vocabulary, longest)}"
+    folder = out / f"corpus-{corpus_key(documents, vocabulary, longest, tokenizer)}"
     for remains in out.glob(".corpus-*"):
         shutil.rmtree(remains)
     if not folder.exists():
         temporary = Path(tempfile.mkdtemp(dir=out, prefix=".corpus-"))
-        _write_corpus(documents, vocabulary, temporary, progress, longest)
+        _write_corpus(documents, vocabulary, temporary, progress, longest, tokenizer)
         temporary.chmod(0o755)
         for path in (*temporary.iterdir(), temporary):
             _sync(path)
@@ -139,12 +141,18 @@ def _sync(path: Path) -> None:
 
 
 def _write_corpus(
-    documents: list[Document], vocabulary: int, folder: Path, progress: Callable[[str], None], longest: int | None
+    documents: list[Document],
+    vocabulary: int,
+    folder: Path,
+    progress: Callable[[str], None],
+    longest: int | None,
+    tokenizer: Any,
 ) -> None:
     indexed_dataset = _indexed_dataset()
     texts = [document.text for document in documents]
-    progress(f"training a tokenizer on {len(texts)} files")
-    tokenizer = train_tokenizer(texts, vocabulary - 1)
+    if tokenizer is None:
+        progress(f"training a tokenizer on {len(texts)} files")
+        tokenizer = train_tokenizer(texts, vocabulary - 1)
     dtype = indexed_dataset.DType.optimal_dtype(vocabulary)
     builder = indexed_dataset.IndexedDatasetBuilder(str(folder / "tokens.bin"), dtype=dtype)
     lengths = []

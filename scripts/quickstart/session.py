@@ -6,6 +6,8 @@ import contextlib
 import fcntl
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,7 +16,7 @@ from rich.console import Console
 
 from megatron_balance.errors import BalanceError
 from megatron_balance.megatron.measuring.launch import MeasurementFailed
-from quickstart.launch import ENVIRONMENT, LaunchFailed
+from quickstart.launch import ENVIRONMENT, LaunchFailed, stop
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 Progress = Callable[[str], None]
@@ -60,6 +62,20 @@ def stage(name: str) -> Iterator[Progress]:
     with console.status(name, refresh_per_second=2) as status:  # drawing takes time from the training
         yield lambda text: status.update(f"{name}: {text}")
     console.print(f"[green]done[/green] {name} [dim]({time.monotonic() - began:.0f} s)[/dim]", highlight=False)
+
+
+@contextlib.contextmanager
+def beside(module: str) -> Iterator[None]:
+    """Run ``module`` in a process of its own meanwhile, and wait for its end, whatever that is."""
+    silent = subprocess.DEVNULL
+    process = subprocess.Popen(
+        [sys.executable, "-m", module], stdin=silent, stdout=silent, stderr=silent, start_new_session=True
+    )
+    try:
+        yield
+        process.wait()
+    finally:
+        stop(process)
 
 
 def device() -> str:

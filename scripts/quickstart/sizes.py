@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from quickstart.launch import Size
-from quickstart.packed.jobs import CHAPTERS, Case
+from quickstart.packed.jobs import BLEND, Case
 
 CORPUS_BYTES = 12_000_000  # enough for a tokenizer to learn 64k entries
 
@@ -26,20 +26,20 @@ CPU = Size(
 GPU = replace(CPU, hidden=1024, heads=16, sequence=1024, micro_batch=4, microbatches=16, warmup=5, pairs=50)
 
 # Few and narrow layers, a small vocabulary and long documents, so that attention takes the time. A bin of many documents on each
-# of two ranks: chance deals them unequal shares of long ones, and packing can deal equal ones.
+# of two ranks: stock Megatron deals one of them long documents and the other short ones, packing gives both their part of either.
 PACKED_CPU = Case(
     "packed",
-    CHAPTERS,
+    BLEND,
     sequence=16384,
     pipeline=1,
     data=2,
     microbatches=1,
-    pairs=16,
+    pairs=15,
     layers=2,
-    heads=8,
+    heads=4,
     vocabulary=512,
     ffn=64,
-    longest=6144,
+    longest=3072,
 )
 PACKED_GPU = replace(PACKED_CPU, layers=4, hidden=512, heads=8, pairs=30)
 

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from quickstart.corpus import build_corpus, read_documents, standard_library
 from quickstart.launch import Job
 from quickstart.packed.comparison import order_of_turns
-from quickstart.packed.jobs import PACKED, STOCK, Launcher, corpus
+from quickstart.packed.jobs import PACKED, STOCK, Launcher, blend
 from quickstart.report import BALANCED, UNIFORM, order_of_rounds
 from quickstart.session import Progress
 from quickstart.sizes import CORPUS_BYTES, packed_case, packed_tokens, split_size
 
 from megatron_balance.diagnosis.result import SEQUENCE_LENGTHS, STAGE_SPLIT
+
+Data = Path | Sequence[str]
 
 
 @dataclass(frozen=True)
@@ -23,7 +25,7 @@ class Run:
 
     Attributes:
         folder: for all that it writes; not there yet.
-        data: prefix of the indexed dataset.
+        data: prefix of an indexed dataset, or the words of ``--data-path``.
         device: "cpu" or "cuda".
         pairs: steps of each job that count.
         mends: whether a mended job trains in turns with the stock one.
@@ -31,7 +33,7 @@ class Run:
     """
 
     folder: Path
-    data: Path
+    data: Data
     device: str
     pairs: int
     mends: bool
@@ -46,7 +48,7 @@ class Failure:
         cause: as the diagnosis names it.
         job: the stock job that has it.
         fix: the flags that mend it.
-        text: makes the dataset in a folder, for a device and so many steps in turns that count; returns its prefix.
+        text: makes the dataset in a folder, for a device and so many steps in turns that count; returns what a ``Run`` takes.
         train: trains; returns the traces, first the stock job's.
         pairs, quick_pairs: steps that count, of the stock job alone, and of each job in turns.
     """
@@ -54,7 +56,7 @@ class Failure:
     cause: str
     job: str
     fix: str
-    text: Callable[[Path, str, int, Progress], Path]
+    text: Callable[[Path, str, int, Progress], Data]
     train: Callable[[Run, Progress], tuple[Path, ...]]
     pairs: tuple[int, int]
     quick_pairs: tuple[int, int]
@@ -78,9 +80,9 @@ def _train_split(run: Run, progress: Progress) -> tuple[Path, ...]:
     return tuple(job.trace(split) for split in (UNIFORM, BALANCED)[: 1 + run.mends])
 
 
-def _text_of_chapters(out: Path, device: str, pairs: int, progress: Progress) -> Path:
+def _blend(out: Path, device: str, pairs: int, progress: Progress) -> Data:
     case = packed_case(device).with_pairs(pairs)
-    return corpus(case, packed_tokens(case), out, progress).prefix
+    return blend(case, packed_tokens(case), out, progress)
 
 
 def _train_lengths(run: Run, progress: Progress) -> tuple[Path, ...]:
@@ -105,9 +107,9 @@ FAILURES = {
         SEQUENCE_LENGTHS,
         "long and short documents, chopped, two data-parallel ranks",
         "--varlen-packing",
-        _text_of_chapters,
+        _blend,
         _train_lengths,
-        pairs=(12, 24),  # steps differ in their documents
-        quick_pairs=(8, 12),
+        pairs=(10, 20),  # the blend repeats itself every fifth step
+        quick_pairs=(5, 10),
     ),
 }

@@ -11,17 +11,19 @@ from pathlib import Path
 
 from megatron_balance.packing.cost import FIXED, VARIABLE
 from megatron_balance.topology import Topology
-from quickstart.corpus import Corpus, Document, build_corpus, read_documents, standard_library
+from quickstart.corpus import Corpus, Document, build_corpus, read_documents, standard_library, train_tokenizer
 from quickstart.launch import ENVIRONMENT, run, torchrun, traced
 from quickstart.turns import Turns
 
 OBSERVED = Path(__file__).with_name("observed.py")
 STOCK, PACKED, PADDED = "stock", "packed", "padded"  # padded: packed, with fixed shapes
-FILES, DEFINITIONS, MIXED, CHAPTERS = "files", "definitions", "mixed", "chapters"
+FILES, DEFINITIONS, MIXED, BLEND = "files", "definitions", "mixed", "blend"
 _LONG = 60_000  # bytes of a file, about 20,000 tokens
-_ENOUGH_BYTES = 20_000_000  # to choose from
-_CHAPTERS_BYTES = 2.2  # of a token of a vocabulary of 512
-_SHARES = {DEFINITIONS: 0.0, MIXED: 1.0, CHAPTERS: 0.2}  # of long files in the text, at most
+_BLENDED_BYTES = 20_000_000  # to choose from
+_BYTES = 2.2  # of a token of a small vocabulary
+# Of long and short documents. Two of five steps give them to one of two ranks, two to the other: not always the same one.
+_WEIGHTS = (0.4, 0.6)
+_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 # One more pair of steps than counts, at either end: the first allocates, and beside the last the other job is ending.
 WARMUP = 1
 
@@ -39,8 +41,8 @@ class Case:
     Attributes:
         name: for the table.
         documents: `FILES`, a source file each; `DEFINITIONS`, a function or class of a file's top level each; `MIXED`, long files
-            whole, of others the functions and classes: as where books are trained on beside short texts; `CHAPTERS`, the same
-            with the long ones cut, and only as many of them as make a share of the text.
+            whole, of others the functions and classes: as where books are trained on beside short texts; `BLEND`, two data sets,
+            of long files and of functions.
         sequence: tokens of a bin.
         pipeline, data: PP and DP.
         microbatches: of a step.
@@ -124,8 +126,13 @@ class Launcher:
     def seen(self) -> Path:
         return self.out / "seen"
 
-    def compare(self, data: Path, order: Sequence[str], progress: Callable[[str], None]) -> None:
+    def compare(self, data: Path | Sequence[str], order: Sequence[str], progress: Callable[[str], None]) -> None:
         """Train the sides in ``order``, a step each in their turns, every rank on a core of its own.
+
+        Args:
+            data: prefix of an indexed dataset, or the words of ``--data-path``.
+            order: the side that trains a step, for each turn.
+            progress: told how far it is.
 
         Raises:
             LaunchFailed: a job ended with an error.
@@ -149,9 +156,10 @@ class Launcher:
         flags = [*self._with_data(PADDED, data), "--lr", "0", "--weight-decay", "0", "--rerun-mode", "disabled"]
         run({self._log("both"): self._command(self.seen, ["--both"], flags)}, progress)
 
-    def _with_data(self, side: str, data: Path) -> list[str]:
+    def _with_data(self, side: str, data: Path | Sequence[str]) -> list[str]:
+        words = [str(data)] if isinstance(data, Path) else data
         return [
-            *self.case.flags(side), *("--data-path", str(data), "--split", "100,0,0"),
+            *self.case.flags(side), *("--data-path", *words, "--split", "100,0,0"),
             *("--data-cache-path", str(self.out / "data-cache")),
         ]  # fmt: skip
 
@@ -173,13 +181,33 @@ def environment(paths: Sequence[Path]) -> dict[str, str]:
 
 
 def corpus(case: Case, tokens: int, out: Path, progress: Callable[[str], None]) -> Corpus:
-    """The standard library's source text, about ``tokens`` tokens where it has them, in documents as ``case`` wants them."""
-    enough = _ENOUGH_BYTES if case.documents == CHAPTERS else tokens * 4
-    documents = read_documents(standard_library(), enough)
+    """The standard library's source text, at least ``tokens`` tokens where it has them, in documents as ``case`` wants them."""
+    documents = read_documents(standard_library(), tokens * 4)
     if case.documents != FILES:
-        parts = _parts(documents, math.inf if case.documents == DEFINITIONS else _LONG, _SHARES[case.documents])
-        documents = list(_up_to(parts, tokens * _CHAPTERS_BYTES) if case.documents == CHAPTERS else parts)
-    return build_corpus(documents, case.vocabulary, out, progress, case.longest)[0]
+        longest = _LONG if case.documents == MIXED else math.inf
+        documents = [
+            part
+            for document in documents
+            for part in ([document] if len(document.text) >= longest else _definitions(document))
+        ]
+    return build_corpus(documents, case.vocabulary, out, progress)[0]
+
+
+def blend(case: Case, tokens: int, out: Path, progress: Callable[[str], None]) -> list[str]:
+    """The standard library's long files, and functions of the others, about ``tokens`` tokens; the words of ``--data-path``.
+
+    Megatron deals from both by weight, whole bins of one after the other: a common blend, of books and short texts say.
+    """
+    files = read_documents(standard_library(), _BLENDED_BYTES)
+    sources = (
+        (file for file in files if len(file.text) >= _LONG),
+        (part for file in files if len(file.text) < _LONG for part in _functions(file)),
+    )
+    limits = (weight * tokens * _BYTES for weight in _WEIGHTS)
+    parts = [list(_up_to(source, limit)) for source, limit in zip(sources, limits, strict=True)]
+    tokenizer = train_tokenizer([document.text for part in parts for document in part], case.vocabulary - 1)
+    corpora = (build_corpus(part, case.vocabulary, out, progress, case.longest, tokenizer)[0] for part in parts)
+    return [word for weight, one in zip(_WEIGHTS, corpora, strict=True) for word in (str(weight), str(one.prefix))]
 
 
 def _up_to(documents: Iterable[Document], limit_bytes: float) -> Iterator[Document]:
@@ -191,32 +219,29 @@ def _up_to(documents: Iterable[Document], limit_bytes: float) -> Iterator[Docume
         yield document
 
 
-def _parts(documents: list[Document], long: float, share: float) -> Iterator[Document]:
-    """Documents of ``long`` bytes and more, passed over where they would be more than ``share`` of all; the parts of others."""
-    whole_bytes = parts_bytes = 0
-    for document in documents:
-        size = len(document.text)
-        if size < long:
-            parts = _definitions(document)
-            parts_bytes += sum(len(part.text) for part in parts)
-            yield from parts
-        elif whole_bytes + size <= share * (whole_bytes + size + parts_bytes):
-            whole_bytes += size
-            yield document
-
-
 def _definitions(document: Document) -> list[Document]:
-    """Functions and classes of a file's top level; none of a file that is not of this Python's language."""
+    """Functions and classes of a file's top level."""
+    return _texts(document, (node for node in _body(document) if isinstance(node, (*_FUNCTIONS, ast.ClassDef))))
+
+
+def _functions(document: Document) -> list[Document]:
+    """Functions of a file's top level, and methods of its classes."""
+    bodies = (node.body if isinstance(node, ast.ClassDef) else [node] for node in _body(document))
+    return _texts(document, (node for body in bodies for node in body if isinstance(node, _FUNCTIONS)))
+
+
+def _body(document: Document) -> list[ast.stmt]:
+    """Of a file; nothing of one that is not of this Python's language."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            body = ast.parse(document.text).body
+            return ast.parse(document.text).body
     except (SyntaxError, ValueError):
         return []
+
+
+def _texts(document: Document, nodes: Iterable[ast.stmt]) -> list[Document]:
     lines = document.text.splitlines(keepends=True)
-    kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
     return [
-        Document(f"{document.name}:{node.lineno}", "".join(lines[node.lineno - 1 : node.end_lineno]))
-        for node in body
-        if isinstance(node, kinds)
+        Document(f"{document.name}:{node.lineno}", "".join(lines[node.lineno - 1 : node.end_lineno])) for node in nodes
     ]
