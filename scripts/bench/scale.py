@@ -84,7 +84,7 @@ FULL = Sizes(
     splits=(
         *((min(PIPELINE, world // TENSOR), 1, max(1, world // (TENSOR * PIPELINE))) for world in (64, 256, 1024, 4096)),
         *((pipeline, 1, 2048 // pipeline) for pipeline in (16, 32, 64)),
-        *((pipeline, 4, 2048 // pipeline) for pipeline in (8, 16)),
+        *((PIPELINE, 4, data) for data in (8, 32, 128)),
     ),
     documents=(10**6, 10**7, 10**8, 10**9),
     ranks=(4, 16, 64, 128, 256, 512, 1024),
@@ -410,6 +410,12 @@ def _draw(path: str, found: Found) -> None:
     for axis, name in zip(axes[0], panels, strict=True):
         for label, rows, across, up in _curves(name, found):
             axis.loglog([row[across] for row in rows], [row[up] for row in rows], "o-", label=label)
+        if name != DOCUMENTS:  # which are powers of ten
+            places = sorted({row[across] for row in found[name]})
+            axis.set_xticks(places, [f"{place:,}" for place in places], rotation=45, ha="right", fontsize=8)
+            axis.minorticks_off()
+        if name == SPLIT:
+            axis.set_ylim(0.1, 100)  # level is what there is to see
         axis.set_xlabel({SPLIT: "GPUs", DOCUMENTS: "documents", RANKS: "data-parallel ranks"}[name])
         axis.set_ylabel("ms a global batch" if name == RANKS else "s")
         axis.set_title({SPLIT: "a split planned", DOCUMENTS: "start with the data", RANKS: "a batch planned"}[name])
@@ -426,15 +432,15 @@ def _curves(name: str, found: Found):
     if name == SPLIT:
         for virtual in sorted({row["virtual"] for row in rows}):
             chosen = [row for row in rows if row["virtual"] == virtual and row["pipeline"] <= PIPELINE]
-            yield f"{virtual} virtual" if virtual > 1 else "1F1B", chosen, "gpus", "process_s"
+            yield f"{virtual} virtual stages" if virtual > 1 else "1F1B", chosen, "gpus", "process_s"
     elif name == DOCUMENTS:
         yield "making the order", rows, "documents", "making_order_s"
         yield "reading lengths", rows, "documents", "read_s"
         yield "opening the order", rows, "documents", "order_s"
         yield "planning a step", [{**row, "step_s": row["step_ms"] / 1e3} for row in rows], "documents", "step_s"
     else:
-        each = [row for row in rows if row["microbatches"] == MICROBATCHES]
-        same = [row for row in rows if row["bins"] == LARGEST.data_size * MICROBATCHES]
+        each = list({row["ranks"]: row for row in rows if row["microbatches"] == MICROBATCHES}.values())
+        same = list({row["ranks"]: row for row in rows if row["bins"] == LARGEST.data_size * MICROBATCHES}.values())
         total = [[{**row, "ms": row["cut_ms"] + row["place_ms"]} for row in chosen] for chosen in (each, same)]
         yield f"{MICROBATCHES} micro-batches a rank", total[0], "ranks", "ms"
         yield (
