@@ -38,7 +38,7 @@ def archives(tmp_path_factory) -> tuple[set[str], set[str]]:
 
 
 def files(folder: str) -> set[str]:
-    paths = (path for path in (ROOT / folder).rglob("*") if path.is_file() and path.suffix not in (".pyc", ".yml"))
+    paths = (path for path in (ROOT / folder).rglob("*") if path.is_file() and "__pycache__" not in path.parts)
     return {path.relative_to(ROOT).as_posix() for path in paths}
 
 
