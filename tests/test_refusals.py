@@ -241,6 +241,8 @@ def test_doctor_lists_the_hooks(renamed_tree):
     found = subprocess.run(command, capture_output=True, text=True)
     assert found.returncode == 0, found.stdout + found.stderr
     renamed = subprocess.run([*command, "--megatron-path", str(renamed_tree)], capture_output=True, text=True)
-    assert renamed.returncode == 1 and "needs megatron.training.arguments.validate_args" in renamed.stdout
+    assert renamed.returncode == 1 and "megatron.training.arguments.validate_args is not in" in renamed.stdout
+    assert "there is validate_arguments" in renamed.stdout and "every flag of ours needs it" in renamed.stdout
+    assert "`validate_args = OTHER_NAME`" in renamed.stdout
     nowhere = subprocess.run([*command, "--megatron-path", "nowhere"], capture_output=True, text=True)
     assert nowhere.returncode == 2 and "nowhere is no Megatron-LM checkout" in nowhere.stderr
