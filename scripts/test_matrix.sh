@@ -11,7 +11,7 @@ stages, balanced, packed (fixed and variable shapes), both, resumed. Prints a ma
 difference of a loss from those of one process (a resumed run: from those of the run that was not interrupted); progress goes
 to the standard error. About a minute a checkout on two cores, once the packages are installed.
 
-  --out FOLDER  keep outputs and results there; a checkout (by the name of its folder) that has a result there is not run again
+  --out FOLDER  keep outputs and results there, and run only what has no result there (checkouts go by the names of their folders)
   -h, --help    this text
 
 Exit status: 0 when all that stock Megatron runs is run with our flags and agrees; 1 otherwise; 2 for a wrong argument.

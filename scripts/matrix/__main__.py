@@ -14,9 +14,7 @@ from matrix.results import Result, make_table
 def main() -> None:
     parser = argparse.ArgumentParser(prog="test_matrix.sh")
     parser.add_argument("checkouts", metavar="CHECKOUT", nargs="+", type=Path)
-    parser.add_argument(
-        "--out", type=Path, help="keep outputs and results here; a checkout that has one is not run again"
-    )
+    parser.add_argument("--out", type=Path, help="keep outputs and results here, and run what has none here")
     options = parser.parse_args()
     for checkout in options.checkouts:
         if not (checkout / "pretrain_gpt.py").is_file():
@@ -31,9 +29,9 @@ def main() -> None:
 
 
 def result_of(checkout: Path, folder: Path) -> Result:
-    """Run a checkout's trials in a process of their own, unless the folder has their result."""
+    """Run a checkout's trials in a process of their own, those that the folder has no outcome of."""
     file = folder / "result.json"
-    if not file.is_file():
+    if not (file.is_file() and Result.read(file).is_complete):
         print(f"{checkout}:", file=sys.stderr, flush=True)
         subprocess.run([sys.executable, "-m", "matrix.checkout", str(checkout), str(folder)], check=True)
     result = Result.read(file)

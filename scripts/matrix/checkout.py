@@ -31,24 +31,33 @@ _OURS = "megatron-balance: error: "
 
 
 def main(checkout: Path, folder: Path) -> None:
-    started_s = time.monotonic()
     folder.mkdir(parents=True, exist_ok=True)
     os.chdir(folder)  # trials name their checkpoints relative to it
     sys.path.insert(0, str(checkout))
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    outcomes = {}
+    file = Path("result.json")
+    before = Result.read(file) if file.is_file() else None  # of a run that was stopped
+    outcomes, spent_s = (dict(before.outcomes), before.seconds) if before else ({}, 0.0)
+    started_s = time.monotonic()
+
+    def keep() -> None:
+        seconds = spent_s + time.monotonic() - started_s
+        result = Result(checkout.name, _version(checkout), platform.python_version(), seconds, outcomes)
+        write_atomically(file, json.dumps(asdict(result)))
+
     try:
         _import_megatron()
-        _write_documents(Path("text"))
+        if not before:
+            _write_documents(Path("text"))
     except Exception as error:  # whatever keeps a checkout from being imported is its result
-        outcomes = {trial.name: Outcome(error=f"{type(error).__name__}: {error}") for trial in TRIALS}
-    else:
-        for trial in TRIALS:
+        outcomes |= {trial.name: Outcome(error=f"{type(error).__name__}: {error}") for trial in TRIALS}
+        keep()
+        return
+    for trial in TRIALS:
+        if trial.name not in outcomes:
             outcomes[trial.name] = _run(trial, checkout / "pretrain_gpt.py")
             print(f"  {trial.name}: {outcomes[trial.name].error or 'trained'}", file=sys.stderr, flush=True)
-    seconds = time.monotonic() - started_s
-    result = Result(checkout.name, _version(checkout), platform.python_version(), seconds, outcomes)
-    write_atomically(Path("result.json"), json.dumps(asdict(result)))
+            keep()
 
 
 def _import_megatron() -> None:
@@ -176,4 +185,5 @@ def _free_port() -> int:
 
 
 if __name__ == "__main__":
+    die_with_parent()
     main(Path(sys.argv[1]).resolve(), Path(sys.argv[2]))

@@ -59,6 +59,10 @@ class Result:
         return max(abs(loss - wanted) / wanted for loss, wanted in pairs)
 
     @property
+    def is_complete(self) -> bool:
+        return all(trial.name in self.outcomes for trial in TRIALS)
+
+    @property
     def fails_without_us(self) -> bool:
         """Whether this Megatron does not train on the CPU without our flags, on one stage or on two."""
         return any(self.outcomes[name].error for name in ("start", "chopped", "stock"))
