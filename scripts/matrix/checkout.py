@@ -6,6 +6,7 @@ most of what a small run takes. Results go to FOLDER/result.json.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import platform
@@ -65,6 +66,12 @@ def _import_megatron() -> None:
 
     cpu.install()
     import megatron.training.arguments  # noqa: F401  what the launcher imports first, too
+
+    import megatron_balance.packing.placement
+    import megatron_balance.planning.planner  # noqa: F401
+
+    gc.collect()
+    gc.freeze()  # forks share these pages for as long as nobody counts their objects
 
 
 def _write_documents(prefix: Path, documents: int = 2000) -> None:

@@ -9,10 +9,10 @@ STEPS, RESUMED_AT = 10, 5
 # A GPT of a few thousand parameters; fp32 and no dropout, so that losses can be compared to the last digits. Evaluation comes
 # between steps, as its micro-batches have other lengths.
 MODEL = (
-    "--num-layers 8 --untie-embeddings-and-output-weights --hidden-size 32 --num-attention-heads 4 --seq-length 32"
-    " --max-position-embeddings 32 --micro-batch-size 1 --global-batch-size 8 --lr 1e-3 --lr-decay-style constant"
+    "--num-layers 6 --untie-embeddings-and-output-weights --hidden-size 32 --num-attention-heads 4 --seq-length 32"
+    " --max-position-embeddings 32 --micro-batch-size 1 --global-batch-size 4 --lr 1e-3 --lr-decay-style constant"
     f" --train-iters {STEPS} --split 80,20,0 --tokenizer-type NullTokenizer --vocab-size 127"
-    " --make-vocab-size-divisible-by 8 --num-workers 0 --log-interval 1 --eval-iters 2 --eval-interval 4"
+    " --make-vocab-size-divisible-by 8 --num-workers 0 --log-interval 1 --eval-iters 1 --eval-interval 4"
     " --transformer-impl local --hidden-dropout 0 --attention-dropout 0 --ckpt-format torch_dist"
 )
 _START = "--load start --finetune --no-load-optim --no-load-rng"
