@@ -51,9 +51,12 @@ class Result:
         return cls(outcomes=outcomes, **fields)
 
     def difference(self, trial: Trial) -> float | None:
-        """Largest relative difference of a loss from the same step of what it is compared with; None where one failed."""
+        """Largest relative difference of a loss from the same step of what it is compared with.
+
+        None where either failed, or what gives all of them the same weights.
+        """
         losses, reference = self.outcomes[trial.name].losses, self.outcomes[trial.like].losses
-        if not losses or not reference:
+        if not losses or not reference or self.outcomes["start"].error:
             return None
         pairs = zip(losses, reference[-len(losses) :], strict=True)
         return max(abs(loss - wanted) / wanted for loss, wanted in pairs)
@@ -98,7 +101,8 @@ def _cell(result: Result, trial: Trial, notes: list[str]) -> str:
         text = "0" if difference == 0 else f"{difference:.1e}".replace("e-0", "e-")
         return text if difference <= TOLERANCE else f"**{text}**"
     if not error:
-        return f"nothing to compare with, {_noted(result, trial.like, notes)}"
+        missing = next(name for name in ("start", trial.like) if result.outcomes[name].error)
+        return f"nothing to compare with {_noted(result, missing, notes)}"
     word = "refused" if error.startswith("megatron-balance: error: ") else "fails"
     return f"{word} {_noted(result, trial.name, notes)}"
 
