@@ -24,6 +24,7 @@ REFUSED = {
     f"{GOOD} --overlap-moe-expert-parallel-comm": "--overlap-moe-expert-parallel-comm",
     f"{GOOD} --dataloader-type cyclic": "--dataloader-type",
     f"{GOOD} --dataloader-type external": "--dataloader-type",
+    f"{GOOD} --logits-load-dir teacher": "--logits-load-dir",
     f"{GOOD} --decrease-batch-size-if-needed": "--decrease-batch-size-if-needed",
     f"{GOOD} --non-persistent-ckpt-type local": "--non-persistent-ckpt-type local",
     f"{GOOD} --phase-transition-iterations 3": "--phase-transition-iterations",

@@ -31,9 +31,14 @@ def install() -> None:
     _installed = True
     torch_calls.redirect()
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # Megatron insists on it for TP; no meaning here
-    # Megatron 0.15 compiles a CUDA helper on import; it takes a failed compilation, but not an unknown GPU.
-    os.environ.setdefault("TORCH_CUDA_ARCH_LIST", "8.0")
+    _name_a_gpu()
     warnings.filterwarnings("ignore", message=".*(Apex|Transformer Engine|transformer-engine)", category=UserWarning)
+
+
+def _name_a_gpu() -> None:
+    """Megatron 0.15 compiles a CUDA helper on import; it takes a failed compilation, but not an unknown GPU."""
+    if not os.environ.get("TORCH_CUDA_ARCH_LIST"):
+        os.environ["TORCH_CUDA_ARCH_LIST"] = "8.0"
 
 
 def is_installed() -> bool:
@@ -53,6 +58,7 @@ def prepare_megatron() -> None:
 
     for hook in HOOKS:
         registry.apply(hook)
+    _name_a_gpu()  # up to 0.16 Megatron makes it empty, and writing a checkpoint starts a process that imports it again
     name_missing_kernels()
     if hasattr(initialize, "_warmup_jit_function"):
         initialize._warmup_jit_function = lambda *args, **kwargs: None
