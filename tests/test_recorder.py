@@ -14,13 +14,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_balance.diagnosis.costs import chain_of
+from megatron_balance.diagnosis.reading import METADATA_KEY
 from megatron_balance.errors import BalanceError
 from megatron_balance.megatron.recorder.common_clock import CommonClock
 from megatron_balance.megatron.recorder.hooks import _step
-from megatron_balance.megatron.recorder.live import Live, Stages, chain_of
+from megatron_balance.megatron.recorder.live import Live
 from megatron_balance.megatron.recorder.marks import ProcessMarks, epoch_s
 from megatron_balance.megatron.recorder.options import TraceOptions, prepare_folder
-from megatron_balance.megatron.recorder.parts import METADATA, Parts, Row
+from megatron_balance.megatron.recorder.parts import Parts, Row
 from megatron_balance.megatron.recorder.recorder import Recorder, Step, apart
 from megatron_balance.topology import Topology
 
@@ -43,7 +45,7 @@ def test_parts_are_joined_to_one_file_in_their_order(tmp_path):
     written.join()
     assert [path.name for path in tmp_path.iterdir()] == ["rank-00007.parquet"]
     table = pq.read_table(tmp_path / "rank-00007.parquet")
-    assert table["step"].to_pylist() == list(range(1, 13)) and table.schema.metadata[METADATA] == b'{"format": 1}'
+    assert table["step"].to_pylist() == list(range(1, 13)) and table.schema.metadata[METADATA_KEY] == b'{"format": 1}'
     assert table.to_pylist()[4] == {**row(5)._asdict(), "dp_rank": 1, "stage": 1, "rank": 7, "tp_rank": 0, "cp_rank": 0}
 
 
@@ -100,10 +102,7 @@ def test_the_optimizer_and_what_it_holds_share_no_time():
 
 
 def test_the_head_is_what_the_last_stage_takes_beyond_its_layers():
-    stages = Stages(
-        np.array([11.0, 10.0, 10.0, 15.0]), np.array([20.0, 20.0, 20.0, 36.0]), (10, 10, 10, 10), np.ones(1), 0.0
-    )
-    chain = chain_of(stages)
+    chain = chain_of(np.array([[11.0, 10.0, 10.0, 15.0], [20.0, 20.0, 20.0, 36.0]]), (10, 10, 10, 10))
     assert (chain.embedding.forward_s, chain.embedding.backward_s) == pytest.approx((1.0, 0.0))
     assert (chain.head.forward_s, chain.head.backward_s) == pytest.approx((5.0, 16.0))
     assert chain.mean_layer.total_s == pytest.approx(3.0)
@@ -171,6 +170,7 @@ def test_a_slow_last_stage_is_told_with_the_split_that_mends_it():
         busy = 9.0 + 6.0 * (rank == 3)
         passes = [("forward-compute", 0, m, 0.0, busy) for m in range(16)]
         passes += [("backward-compute", 0, m, 0.0, 2 * busy) for m in range(16)]
+        passes += [("step-end", -1, -1, 850.0, 855.0)]
         ranks[rank].take(passes, 0.0)
         ranks[rank].hears = rank == 0
         ranks[rank].exchange()
@@ -189,12 +189,16 @@ def test_bounds_of_sequences_are_counted_whoever_gives_them(tmp_path):
     stock = SimpleNamespace(cu_seqlens_q=torch.tensor([0, 3, 7, 12, 12], dtype=torch.int32))
     for packed in (ours, stock):
         of = recorder(tmp_path)
-        of._step, of.in_step = Step(1), True
-        start = of.begin_pass()
+        of._step, of.in_step = Step(1, of.mark()), True
+        of.begin_pass()
         of.see_sequences(packed)
-        of.end_forward("forward-compute", 0, None, start, torch.zeros(1))
-        of.end_pass("backward-compute", 0, 0, of.begin_pass())
-        forward, backward = of._told(of._step)
+        output = torch.zeros(1)
+        of.end_forward("forward-compute", 0, None, (output,))
+        of.begin_pass(output)
+        of.end_backward()
+        of._step.ended = of.mark()
+        _, forward, backward, _ = of._told(of._step)
+        assert (backward.optype, backward.mc, backward.mb_id) == ("backward-compute", 0, 0)
         assert (forward.tokens, forward.longest, forward.squares) == (12, 5, 50) and backward.tokens is None
         of.give_up(OSError("the test is over"))
 
@@ -211,7 +215,7 @@ class Stuck(ProcessMarks):
 
 def test_a_failed_step_is_not_waited_for(tmp_path, capsys):
     of = Recorder(options(**{"": str(tmp_path)}), Topology(1, 2), 64, Stuck())
-    before, failed = Step(1), Step(2)
+    before, failed = Step(1, of.mark()), Step(2, of.mark())
     of._untold.append(before)
     of._step, of.in_step = failed, True
     for step in (before, failed):
@@ -241,7 +245,7 @@ def test_a_step_that_fails_still_fails_as_it_did():
 
 def test_a_failure_ends_the_recording_with_one_warning(tmp_path, capsys):
     of = recorder(tmp_path)
-    of._step, of.in_step = Step(1), True
+    of._step, of.in_step = Step(1, of.mark()), True
     of.see_sequences(SimpleNamespace(cu_seqlens_q=0))
     assert not of.is_on and not of.in_step
     of.see_sequences(SimpleNamespace(cu_seqlens_q=0))

@@ -70,6 +70,11 @@ class Signals:
         """Median seconds of each stage's passes, [2, stages]."""
         return np.median(self.seconds, axis=(0, 3, 4))
 
+    @cached_property
+    def typical_s(self) -> np.ndarray:
+        """Seconds of each stage's typical pass, [2, stages]: the median of its workers, of each the median of its passes."""
+        return np.median(np.median(self.seconds, axis=(0, 3)), axis=-1)
+
     @property
     def slow_worker(self) -> tuple[int, int] | None:
         """Stage and lane of the slowest worker that is named."""
