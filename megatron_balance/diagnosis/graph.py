@@ -11,7 +11,8 @@ transfers, data parallelism's exchanges. Across them
 - after the last pass the rest of the step runs in turn.
 
 Our recorder notes one stream a rank, that which computes: there each operation waits for the one before it, and nothing of the
-above holds but that a transfer's ends are matched by their passes.
+above holds but that a transfer's ends are matched by their passes. What is transferred within its combined passes is part of
+them, with the waiting, so that with these the ranks' passes do not wait for one another.
 
 Both ends of a transfer, and all ranks of a collective, start moving data when the last of them has started.
 
@@ -213,8 +214,10 @@ class _Builder:
         self.waits: list[list[int]] = [[] for _ in range(nodes.kind.size)]
         self.partners: list[list[int]] = []
         self.transfers: dict[tuple[str, int, int, int], int] = {}
+        is_merged = in_turn and COMBINED in nodes.kinds
         for stage in range(topology.pipeline_size):
-            self._match_transfers(stage, in_turn)
+            if not is_merged:
+                self._match_transfers(stage, in_turn)
             if not in_turn:
                 self._chain(passes[stage])
                 self._first_backward(stage)
@@ -222,7 +225,8 @@ class _Builder:
                 self._rest(stage)
         if in_turn:
             self._take_turns()
-        self._pair_transfers()
+        if not is_merged:
+            self._pair_transfers()
         self._meet()
 
     def _take_turns(self) -> None:

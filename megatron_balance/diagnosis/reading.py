@@ -20,7 +20,7 @@ import numpy as np
 from megatron_balance.diagnosis.cells import whole
 from megatron_balance.diagnosis.clocks import aligned
 from megatron_balance.diagnosis.graph import is_exchange
-from megatron_balance.diagnosis.trace import FORWARD, OPERATIONS, OURS, PASSES, Job, Sequences, Trace
+from megatron_balance.diagnosis.trace import COMBINED, FORWARD, OPERATIONS, OURS, PASSES, Job, Sequences, Trace
 from megatron_balance.errors import BalanceError
 from megatron_balance.topology import Topology
 
@@ -65,6 +65,8 @@ def read_trace(path: str | Path, meta: str | Path | None = None) -> Trace:
     table = _read_tables(_files(path), problems)
     described = _described(path, table, None if meta is None else Path(meta))
     trace, kept = _rows(table, described, path, problems)
+    if trace.job.in_turn and COMBINED in trace.kinds:
+        problems.append("forward and backward passes run as one (MoE overlap): what passes wait for is part of them")
     if trace.steps.size == 1:
         problems.append("there is one step only: what varies from step to step cannot be told")
     trace = replace(trace, sequences=_sequences(table, kept, trace), problems=tuple(problems))
