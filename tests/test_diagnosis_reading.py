@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
-from traces import made_trace, public_folder, table_of, write_ranks, write_trace
+from traces import made_trace, public_folder, table_of, turns, write_ranks, write_trace
 
 from megatron_balance.diagnosis.reading import LENGTHS, read_trace
+from megatron_balance.diagnosis.replay import Replay
 from megatron_balance.diagnosis.trace import Trace
 from megatron_balance.diagnosis.whatif import slowdown_of
 from megatron_balance.errors import BalanceError
@@ -186,6 +189,33 @@ def test_skewed_clocks_are_set_right(trace, expected, tmp_path):
     assert slowdown_of(read).slowdown == pytest.approx(expected, rel=1e-9)
     with pytest.raises(BalanceError, match="data-parallel rank 1 on pipeline rank 1 are 3600 s away"):
         read_trace(changed(trace, tmp_path / "job.parquet", start_ts=trace.start_s + 3600.0 * skewed))
+
+
+def test_a_ramp_up_is_read_where_it_is_longest(tmp_path):
+    parts = [turns(np.ones((steps, 2, 2, count))) for steps, count in ((2, 2), (4, 4), (3, 5))]
+    tables = []
+    for part, before in zip(parts, (0, 2, 6), strict=True):
+        later = replace(part, step=part.step + before, job=parts[0].job)
+        tables.append(table_of(later))
+    parquet.write_table(pyarrow.concat_tables(tables), tmp_path / "job.parquet")
+    read = read_trace(tmp_path / "job.parquet")
+    assert read.steps.tolist() == [2, 3, 4, 5] and read.job.topology.num_microbatches == 4
+    assert "grow from 2 to 5: what is said is of steps 2 to 5, which have 4; the other 5 steps" in read.problems[0]
+    assert slowdown_of(read).actual_s == pytest.approx(Replay(parts[1]).recorded_step_s)
+
+
+def test_clocks_that_the_recorder_compared_are_left_alone(tmp_path):
+    """What a rank does alone after the reduction takes longer on the second, which is no clock's error."""
+    trace = turns(np.ones((3, 2, 2, 4)))
+    clips = (trace.kind == trace.kinds.index("optimizer-clip-main-grad")) & (trace.pp_rank == 1)
+    finishes = (trace.kind == trace.kinds.index("step-end")) & (trace.pp_rank == 1)
+    longer = replace(trace, start_s=trace.start_s + 2.0 * finishes, end_s=trace.end_s + 2.0 * (clips | finishes))
+    read = read_trace(write_trace(longer, tmp_path / "job.parquet"))
+    assert read.problems == () and read.end_s == pytest.approx(longer.end_s)
+    other = longer.pp_rank == 1
+    away = replace(longer, start_s=longer.start_s + 4000.0 * other, end_s=longer.end_s + 4000.0 * other)
+    with pytest.raises(BalanceError, match="the files are of two runs"):
+        read_trace(write_trace(away, tmp_path / "job.parquet"))
 
 
 def test_one_step(trace, tmp_path):
