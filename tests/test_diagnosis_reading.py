@@ -218,6 +218,15 @@ def test_clocks_that_the_recorder_compared_are_left_alone(tmp_path):
         read_trace(write_trace(away, tmp_path / "job.parquet"))
 
 
+def test_a_rank_whose_recorder_gave_up_early(tmp_path):
+    trace = turns(np.ones((9, 2, 2, 4)))
+    rows = (trace.pp_rank == 0) | (trace.step < 2)
+    parquet.write_table(table_of(trace, rows), tmp_path / "job.parquet")
+    read = read_trace(tmp_path / "job.parquet")
+    assert read.steps.tolist() == [0, 1]
+    assert "7 of 9 steps (2, 3, 4 and 4 more) have nothing of pipeline rank 1, and are left out" in read.problems
+
+
 def test_one_step(trace, tmp_path):
     table = table_of(trace).filter(pyarrow.array(trace.step == 3))
     parquet.write_table(table, tmp_path / "job.parquet")

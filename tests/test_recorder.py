@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import gc
+import inspect
 import resource
 import subprocess
 import sys
+import time
+import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
@@ -17,13 +21,14 @@ import torch.distributed as dist
 from megatron_balance.diagnosis.costs import chain_of
 from megatron_balance.diagnosis.reading import METADATA_KEY
 from megatron_balance.errors import BalanceError
+from megatron_balance.megatron.recorder import common_clock, hooks
 from megatron_balance.megatron.recorder.common_clock import CommonClock
-from megatron_balance.megatron.recorder.hooks import _step
+from megatron_balance.megatron.recorder.hooks import _backward, _combined, _forward, _step, _timed, _transfers
 from megatron_balance.megatron.recorder.live import Live
 from megatron_balance.megatron.recorder.marks import ProcessMarks, epoch_s
 from megatron_balance.megatron.recorder.options import TraceOptions, prepare_folder
 from megatron_balance.megatron.recorder.parts import Parts, Row
-from megatron_balance.megatron.recorder.recorder import Recorder, Step, apart
+from megatron_balance.megatron.recorder.recorder import Recorder, Step, apart, in_turn
 from megatron_balance.topology import Topology
 
 pq = pytest.importorskip("pyarrow.parquet", reason="traces are written with pyarrow, of the extra 'trace'")
@@ -163,6 +168,23 @@ def test_clocks_of_two_machines_are_brought_together():
         assert abs(clock.offset_s + ahead_s) <= clock.uncertainty_s + 1e-6 and clock.uncertainty_s < 1
 
 
+def test_a_machine_that_comes_no_more_is_waited_for_once(monkeypatch):
+    monkeypatch.setattr(common_clock, "_COMES_S", 0.05)
+    monkeypatch.setattr(common_clock, "_PATIENCE_S", 0.05)
+    store = dist.HashStore()
+    with ThreadPoolExecutor(2) as pool:
+        clocks = list(pool.map(lambda rank: CommonClock(store, rank, 2, 7.0 * rank, "ab"[rank]), range(2)))
+        list(pool.map(CommonClock.synchronize, clocks))
+    before_s = clocks[1].offset_s
+    for clock in clocks:  # one after the other: neither finds the other
+        clock.synchronize()
+    began_s = time.monotonic()
+    monkeypatch.setattr(common_clock, "_awaited", None)  # nothing is waited for any more
+    for clock in clocks:
+        clock.synchronize()
+    assert clocks[1].offset_s == before_s == pytest.approx(-7.0, abs=1.0) and time.monotonic() - began_s < 1.0
+
+
 def test_a_slow_last_stage_is_told_with_the_split_that_mends_it():
     store, topology = dist.HashStore(), Topology(4, 16)
     ranks = [Live(store, rank, 4, (0, rank), [9], topology, speaks=True) for rank in range(4)]
@@ -213,6 +235,145 @@ class Stuck(ProcessMarks):
         raise TimeoutError("waits for the device")
 
 
+def combined_forward_backward_step(
+    forward_step_func, data_iterator, f_model, num_microbatches, input_tensor, forward_data_store, b_model, b_input_tensor,
+    b_output_tensor, b_output_tensor_grad, config, f_model_chunk_id=None, current_microbatch=None, post_forward=None,
+):  # fmt: skip
+    """Parameters of Megatron's, as far as they count here."""
+    post_forward()
+    return [torch.zeros(1)] if f_model else None, 1, None
+
+
+def test_combined_passes_are_merged_with_what_they_wait_for(tmp_path):
+    megatron = pytest.importorskip("megatron.core.pipeline_parallel.combined_1f1b").combined_forward_backward_step
+    ours = inspect.signature(combined_forward_backward_step).parameters
+    assert [name for name in inspect.signature(megatron).parameters if name in ours] == [
+        name for name in ours if name not in ("current_microbatch", "post_forward")
+    ] + ["post_forward", "current_microbatch"]
+    of = recorder(tmp_path)
+    send = _transfers(of, lambda self, **given: (None, None, None))
+    step = _combined(of, combined_forward_backward_step)
+    of._step, of.in_step = Step(1, of.mark()), True
+
+    def run(forward: bool, output, which: int | None):
+        models = ("model" if forward else None, "model" if output is not None else None)
+        rest = (8, None, [], models[1], None, output, None, None)
+        sends = lambda: send(None, tensor_send_next=torch.zeros(1))  # noqa: E731
+        return step(None, None, models[0], *rest, f_model_chunk_id=1, current_microbatch=which, post_forward=sends)[0]
+
+    first = run(True, None, 4)
+    second = run(True, first, 5)
+    send(None, tensor_send_prev=torch.zeros(1))
+    run(False, second, None)
+    of._step.ended = of.mark()
+    of.topology = Topology(2, 8, virtual_size=2)
+    told = [(row.optype, row.mc, row.mb_id) for row in of._told(of._step)]
+    assert told == [
+        ("step-begin", -1, -1),
+        ("forward-compute", 1, 4),
+        ("forward-backward-compute", 1, 5),
+        ("backward-send", -1, -1),
+        ("backward-compute", 1, 5),
+        ("step-end", -1, -1),
+    ]
+
+
+def test_a_step_has_no_gaps_and_one_call_ends_at_once():
+    recorded = [
+        ("forward-compute", 0, 0, 2.0, 3.0),
+        ("forward-send", -1, -1, 3.5, 5.0),
+        ("backward-recv", -1, -1, 3.5, 5.0),
+        ("backward-compute", 0, 0, 6.0, 8.0),
+    ]
+    assert [(kind, start, end) for kind, *_, start, end in in_turn(recorded, 1.0, 9.0)] == [
+        ("step-begin", 1.0, 2.0),
+        ("forward-compute", 2.0, 3.0),
+        ("forward-send", 3.0, 5.0),
+        ("backward-recv", 3.0, 5.0),
+        ("backward-compute", 5.0, 8.0),
+        ("step-end", 8.0, 9.0),
+    ]
+
+
+class Broken(ProcessMarks):
+    """Marks of which one cannot be taken."""
+
+    def __init__(self, fails_at: int) -> None:
+        super().__init__()
+        self.left, mark = fails_at, self.mark
+
+        def counted() -> float:
+            self.left -= 1
+            if self.left < 0:
+                raise RuntimeError("no event")
+            return mark()
+
+        self.mark = counted
+
+
+@pytest.mark.parametrize("fails_at", range(12))
+def test_whatever_event_fails_the_functions_of_megatron_do_what_they_did(tmp_path, capsys, fails_at):
+    """A step of Megatron's functions behind our hooks, of whose eleven marks one fails, or none."""
+    of = Recorder(options(**{"": str(tmp_path)}), Topology(1, 2), 64, Broken(fails_at))
+    handle = SimpleNamespace(wait=lambda: "waited")
+    returned = {
+        "forward": ([torch.zeros(1)], 3),
+        "transfer": (None, "received", {"recv_prev": handle}),
+        "backward": "gradient",
+        "reduced": None,
+    }
+    forward = _forward(of, lambda *args, **kwargs: returned["forward"])
+    transfer = _transfers(of, lambda self, **given: returned["transfer"])
+    backward = _backward(of, lambda *args, **kwargs: returned["backward"])
+    reduced = _timed(of, "grads-reduce-scatter")(lambda: returned["reduced"])
+
+    def train_step(model, optimizer):
+        done = [forward(vp_stage=None, current_microbatch=0)]
+        done.append(transfer(None, tensor_send_next=torch.zeros(1), recv_prev=True))
+        assert done[1][2]["recv_prev"].wait() == "waited"
+        done += [backward(None, done[0][0]), reduced()]
+        return done
+
+    of.begin(1, "model", "optimizer")
+    done = train_step("model", "optimizer")
+    of.end()
+    assert all(one is other for one, other in zip(done, returned.values(), strict=True))
+    said = capsys.readouterr().err
+    assert said.count("recording ends, training goes on (RuntimeError: no event)") == (fails_at < 11) and of.is_on == (
+        not said
+    )
+    of.give_up(OSError("the test is over"))
+
+
+def test_tens_of_thousands_of_operations_leave_memory_flat(tmp_path):
+    of = Recorder(options(**{"": str(tmp_path), "_interval": 50}), Topology(1, 8), 64, ProcessMarks())
+    of.parts = parts(tmp_path)
+    used = []
+    tracemalloc.start()
+    for number in range(1, 3001):
+        of.begin(number, "model", "optimizer")
+        outputs = []
+        for which in range(8):
+            of.begin_pass()
+            outputs.append([torch.zeros(1)])
+            of.end_forward("forward-compute", 0, which, outputs[-1])
+        for output in outputs:
+            of.begin_pass(output[0])
+            of.end_backward()
+        of.add("optimizer", of.mark())
+        of.end()
+        if number in (1000, 3000):
+            gc.collect()
+            used.append(tracemalloc.get_traced_memory()[0])
+    tracemalloc.stop()
+    assert of.is_on and not of._untold and not of._rows and not of._forwarded
+    assert used[1] - used[0] < 100_000  # 38 000 operations of at least 100 bytes are between
+    of.finish()
+    (path,) = tmp_path.iterdir()
+    rows = pq.read_table(path, columns=["step"]).num_rows
+    assert rows == 3000 * 19 and path.stat().st_size < 25 * rows
+
+
 def test_a_failed_step_is_not_waited_for(tmp_path, capsys):
     of = Recorder(options(**{"": str(tmp_path)}), Topology(1, 2), 64, Stuck())
     before, failed = Step(1, of.mark()), Step(2, of.mark())
@@ -226,11 +387,12 @@ def test_a_failed_step_is_not_waited_for(tmp_path, capsys):
     assert not of._untold and not capsys.readouterr().err
 
 
-def test_a_step_that_fails_still_fails_as_it_did():
+def test_a_step_that_fails_still_fails_as_it_did(monkeypatch):
+    monkeypatch.setattr(hooks, "_number", lambda: 1)
     called = []
     listening = SimpleNamespace(
         is_on=True,
-        begin=lambda model, optimizer: called.append("begin"),
+        begin=lambda number, model, optimizer: called.append("begin"),
         end=lambda: called.append("end"),
         drop=lambda: called.append("drop"),
     )

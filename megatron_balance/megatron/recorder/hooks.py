@@ -111,10 +111,15 @@ def _step(recorder: Recorder, train_step: Function) -> Function:
 
 @never_stops_training
 def _begin(recorder: Recorder, signature: inspect.Signature, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    given = signature.bind(*args, **kwargs).arguments
+    recorder.begin(_number(), given["model"], given["optimizer"])
+
+
+def _number() -> int:
+    """Of the step that begins, from 1."""
     from megatron.training import get_args
 
-    given = signature.bind(*args, **kwargs).arguments
-    recorder.begin(int(get_args().curr_iteration) + 1, given["model"], given["optimizer"])
+    return int(get_args().curr_iteration) + 1
 
 
 def _timed(recorder: Recorder, kind: str) -> Callable[[Function], Function]:
