@@ -11,6 +11,7 @@ import sys
 import time
 import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from types import SimpleNamespace
 
 import numpy as np
@@ -25,7 +26,7 @@ from megatron_balance.megatron.recorder import common_clock, hooks
 from megatron_balance.megatron.recorder.common_clock import CommonClock
 from megatron_balance.megatron.recorder.hooks import _backward, _combined, _forward, _step, _timed, _transfers
 from megatron_balance.megatron.recorder.live import Live
-from megatron_balance.megatron.recorder.marks import ProcessMarks, epoch_s
+from megatron_balance.megatron.recorder.marks import DeviceMarks, ProcessMarks, epoch_s
 from megatron_balance.megatron.recorder.options import TraceOptions, prepare_folder
 from megatron_balance.megatron.recorder.parts import Parts, Row
 from megatron_balance.megatron.recorder.recorder import Recorder, Step, apart, in_turn
@@ -295,6 +296,52 @@ def test_a_step_has_no_gaps_and_one_call_ends_at_once():
     ]
 
 
+class Event:
+    """A device's event, of a device that does one thing after the other and tells of it when it has caught up."""
+
+    now, caught_up = 0, True
+
+    def record(self) -> None:
+        Event.now += 1
+        self.at = Event.now
+
+    def query(self) -> bool:
+        return Event.caught_up
+
+    def elapsed_time(self, other: Event) -> float:
+        return 1000.0 * (other.at - self.at)
+
+
+class EventMarks(DeviceMarks):
+    _event = staticmethod(Event)
+
+    def anchor(self) -> None:
+        self._base = Event()
+        self._base.record()
+        self._base_s = float(self._base.at)
+
+
+def test_events_are_used_again_but_not_while_they_are_to_be_told(tmp_path):
+    marks = EventMarks()
+    of = Recorder(options(**{"": str(tmp_path)}), Topology(2, 1), 64, marks)
+    of.parts = parts(tmp_path)
+    transfer = _transfers(of, lambda self, **given: (None, None, None))
+    for number in range(1, 13):
+        Event.caught_up = number % 4 == 0  # two or three steps behind otherwise
+        of.begin(number, "model", "optimizer")
+        transfer(None, tensor_send_next="tensor", recv_next=True)
+        _timed(of, "optimizer")(lambda: None)()
+        of.end()
+    rows = of._rows
+    assert [row.step for row in rows] == [number for number in range(1, 13) for _ in range(5)]
+    starts, ends = [round(row.start_ts) for row in rows], [round(row.start_ts + row.duration) for row in rows]
+    of_step = [(starts[at : at + 5], ends[at : at + 5]) for at in range(0, len(rows), 5)]
+    for (start, end), (after, _) in pairwise(of_step):
+        assert start[1] == start[2] and end[1] == end[2] and start[3:] == end[2:4] and end[4] == after[0]
+    assert starts == sorted(starts) and len(marks._spare) < 25
+    of.give_up(OSError("the test is over"))
+
+
 class Broken(ProcessMarks):
     """Marks of which one cannot be taken."""
 
@@ -311,9 +358,9 @@ class Broken(ProcessMarks):
         self.mark = counted
 
 
-@pytest.mark.parametrize("fails_at", range(12))
+@pytest.mark.parametrize("fails_at", range(13))
 def test_whatever_event_fails_the_functions_of_megatron_do_what_they_did(tmp_path, capsys, fails_at):
-    """A step of Megatron's functions behind our hooks, of whose eleven marks one fails, or none."""
+    """A step of Megatron's functions behind our hooks, of whose twelve marks one fails, or none."""
     of = Recorder(options(**{"": str(tmp_path)}), Topology(1, 2), 64, Broken(fails_at))
     handle = SimpleNamespace(wait=lambda: "waited")
     returned = {
@@ -339,7 +386,7 @@ def test_whatever_event_fails_the_functions_of_megatron_do_what_they_did(tmp_pat
     of.end()
     assert all(one is other for one, other in zip(done, returned.values(), strict=True))
     said = capsys.readouterr().err
-    assert said.count("recording ends, training goes on (RuntimeError: no event)") == (fails_at < 11) and of.is_on == (
+    assert said.count("recording ends, training goes on (RuntimeError: no event)") == (fails_at < 12) and of.is_on == (
         not said
     )
     of.give_up(OSError("the test is over"))
