@@ -136,7 +136,7 @@ class Live:
         """Take the operations of a step, in turn and without gaps: kind, chunk, micro-batch, start, end."""
         busy_s = 0.0
         last = max(which for _, _, which, _, _ in operations)
-        if last >= 0:  # a ramp-up of the batch size changes it
+        if last + 1 not in (0, self.topology.num_microbatches):  # a ramp-up of the batch size changes it
             self.topology = replace(self.topology, num_microbatches=last + 1)
         for kind, chunk, _, start_s, end_s in operations:
             if kind in (FORWARD, BACKWARD, COMBINED):
