@@ -48,6 +48,7 @@ CASES = {  # what is asked, model, flags, ranks, steps
     "replay-PP2-VPP2-large": ("replay", LARGE, f"{PP2} {VPP2}", 2, 50),
     "replay-DP2-PP2-on-2-cores-large": ("replay", LARGE, PP2, 4, 30),
 }
+MICROBATCHES = {"overhead": 4, "replay": 8}  # of a step: few make what is done once a step weigh more
 OVERHEAD, REPLAY, INTERVAL, WARMUP = 0.01, 0.03, 100, 8
 COMMON = (
     "--max-position-embeddings 512 --micro-batch-size 1 --lr 1e-3 --lr-decay-style constant --mock-data --split 98,1,1"
@@ -77,13 +78,12 @@ def main() -> int:
 
 def _train(name: str, steps: int, folder: Path, driver: list[str], log_interval: int) -> str:
     """What the job prints."""
-    _, model, flags, ranks, _ = CASES[name]
+    kind, model, flags, ranks, _ = CASES[name]
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     trace = f"--straggler-trace {folder / 'trace'} --straggler-trace-interval {INTERVAL}"
-    size = (
-        f"--train-iters {steps} --global-batch-size {8 * ranks if 'DP2' in name else 8} --log-interval {log_interval}"
-    )
+    batch = MICROBATCHES[kind] * (2 if "DP2" in name else 1)
+    size = f"--train-iters {steps} --global-batch-size {batch} --log-interval {log_interval}"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", *driver]
     command += ["--device", "cpu", *f"{model} {COMMON} {flags} {size} {trace}".split()]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
