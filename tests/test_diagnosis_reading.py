@@ -10,7 +10,7 @@ from traces import made_trace, public_folder, table_of, turns, write_ranks, writ
 
 from megatron_balance.diagnosis.reading import LENGTHS, read_trace
 from megatron_balance.diagnosis.replay import Replay
-from megatron_balance.diagnosis.trace import Trace
+from megatron_balance.diagnosis.trace import Job, Trace
 from megatron_balance.diagnosis.whatif import slowdown_of
 from megatron_balance.errors import BalanceError
 from megatron_balance.topology import Topology
@@ -216,6 +216,30 @@ def test_clocks_that_the_recorder_compared_are_left_alone(tmp_path):
     away = replace(longer, start_s=longer.start_s + 4000.0 * other, end_s=longer.end_s + 4000.0 * other)
     with pytest.raises(BalanceError, match="the files are of two runs"):
         read_trace(write_trace(away, tmp_path / "job.parquet"))
+
+
+def test_passes_that_run_as_one_are_read_with_what_they_wait_for(tmp_path):
+    """Two interleaved ranks; transfers within merged passes are not told, those before and after them are."""
+    kinds = (
+        "step-begin",
+        "forward-compute",
+        "forward-send",
+        "forward-backward-compute",
+        "backward-compute",
+        "step-end",
+    )
+    rows = [(0, -1, -1), (1, 0, 0), (2, -1, -1), (3, 0, 1), (3, 1, 0), (3, 1, 1), (4, 1, 1), (5, -1, -1)]
+    kind, chunk, microbatch = (np.tile(column, 4) for column in np.array(rows).T)
+    ranks, steps = np.tile(np.repeat([0, 1], len(rows)), 2), np.repeat([0, 1], 2 * len(rows))
+    start_s = np.tile(np.arange(len(rows), dtype=float), 4) + 100.0 * steps
+    job = Job("made", Topology(2, 2, 2, overlap_moe=True), 2, in_turn=True)
+    lane = np.zeros_like(ranks)
+    made = Trace(job, kind, kinds, steps, lane, ranks, chunk, microbatch, start_s, start_s + 1.0)
+    read = read_trace(write_trace(made, tmp_path / "job.parquet"))
+    assert read.problems == (
+        "forward and backward passes run as one (MoE overlap): what passes wait for is part of them",
+    )
+    assert Replay(read).steps_with_s(Replay(read).actual_s).tolist() == [8.0, 8.0]
 
 
 def test_a_rank_whose_recorder_gave_up_early(tmp_path):
