@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_balance import cpu
-from megatron_balance.diagnosis.trace import EMBEDDING, OPTIMIZER
+from megatron_balance.diagnosis.trace import EMBEDDING
 from megatron_balance.megatron import agreement
 from megatron_balance.megatron.arguments import topology_of
 from megatron_balance.megatron.measuring.software import version
@@ -55,7 +55,7 @@ def _microbatches(args: Any) -> int:
 
 
 def _start(recorder: Recorder, model: Sequence[Any], optimizer: Any) -> None:
-    """Before the first step, when groups and model are there."""
+    """Before the first recorded step, when groups and model are there."""
     from megatron.core import mpu
     from megatron.training import get_args
 
@@ -78,6 +78,7 @@ def _start(recorder: Recorder, model: Sequence[Any], optimizer: Any) -> None:
     told = agreement.said_by_all(store, [f"chunks/{other}" for other in range(recorder.topology.pipeline_size)])
     job = {
         "format": FORMAT,
+        "in_turn": True,
         "name": getattr(args, "wandb_exp_name", "") or "training",
         "topology": asdict(recorder.topology),
         "world_size": world_size,
@@ -92,7 +93,7 @@ def _start(recorder: Recorder, model: Sequence[Any], optimizer: Any) -> None:
     speaks = tp_rank == 0 and cp_rank == 0
     recorder.live = Live(store, rank, world_size, (dp_rank, stage), layers, recorder.topology, speaks)
     hooks.listen_to_sequences(recorder, model)
-    hooks.listen_to_optimizer(recorder, optimizer, OPTIMIZER)
+    hooks.listen_to_optimizer(recorder, optimizer)
 
 
 def built(chunk: Any) -> dict[str, Any]:
