@@ -133,7 +133,9 @@ def _one_of(*values: Any) -> Callable[[Any], bool]:
 
 _OWN_BOUNDS = "the bounds of documents come from the index, not from end-of-document tokens: leave it out"
 _OTHER_PACKER = "it packs by a rule of its own: leave one of the two out"
-_BY_PLACE = "a teacher's values are stored by place in stock's batches, and packed ones hold other tokens there: leave it out"
+_BY_PLACE = (
+    "a teacher's values are stored by place in stock's batches, and packed ones hold other tokens there: leave it out"
+)
 _FIXED_ITEMS = "every item has its place in a global batch that is planned as a whole: leave it out"
 
 CONFLICTS = (
