@@ -207,8 +207,8 @@ def test_operations_in_turn():
 
 def test_a_pause_is_within_an_operation_of_those_in_turn():
     trace = turns(np.ones((3, 2, 2, 4)))
-    optimizer = trace.kinds.index("step-begin")
-    row = np.flatnonzero((trace.kind == optimizer) & (trace.pp_rank == 1))[1]
+    begin = trace.kinds.index("step-begin")
+    row = np.flatnonzero((trace.kind == begin) & (trace.pp_rank == 1))[1]
     names = ("step", "dp_rank", "pp_rank", "chunk", "microbatch", "start_s", "end_s")
     more = {name: np.append(getattr(trace, name), getattr(trace, name)[row]) for name in names}
     paused = replace(trace, kinds=(*trace.kinds, "gc"), kind=np.append(trace.kind, len(trace.kinds)), **more)

@@ -47,6 +47,12 @@ def test_the_largest_difference_is_shown_and_judged(factor, text, sound):
     assert cells(table)["both, resumed"] == "0"  # it is compared with the last steps
 
 
+def test_a_loss_that_is_no_number_is_no_agreement():
+    losses = result().outcomes["both"].losses
+    table = make_table([result(both=Outcome([*losses[:-1], float("nan")]))])
+    assert cells(table)["both"] == "**nan**" and not table.is_sound
+
+
 def test_failures_are_told_once_in_notes():
     failure, refusal = Outcome(error="ValueError: `a` is b"), Outcome(error="megatron-balance: error: take 0.14")
     one = result(balanced=failure, both=failure, resumed=refusal)

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from megatron_balance.diagnosis.costs import chain_of
 from megatron_balance.diagnosis.reading import METADATA_KEY
 from megatron_balance.errors import BalanceError
-from megatron_balance.megatron.recorder import common_clock, hooks
+from megatron_balance.megatron.recorder import common_clock, hooks, live
 from megatron_balance.megatron.recorder.common_clock import CommonClock
 from megatron_balance.megatron.recorder.hooks import _backward, _combined, _forward, _step, _timed, _transfers
 from megatron_balance.megatron.recorder.live import Live
@@ -105,6 +105,22 @@ def test_the_optimizer_and_what_it_holds_share_no_time():
     assert spans["params-all-gather"] == (18.0, 20.0) and spans["separate-grads-all-reduce"] == (6.0, 9.0)
     assert spans["grads-reduce-scatter"] == (1.0, 6.0)
     assert sum(kind == "forward-send" for kind, *_ in apart(recorded)) == 2
+
+
+def test_parameters_that_are_gathered_behind_passes_hold_up_none_of_them():
+    """Megatron's interleaved schedule starts to gather those of the third chunk and on while the first two compute."""
+    passes = [("forward-compute", chunk, 0, 2.0 * chunk, 2.0 * chunk + 1.5) for chunk in range(4)]
+    starts = [("params-all-gather", -1, -1, start, start + 0.125) for start in (-0.25, -0.125, 1.5, 3.5)]
+    told = in_turn(apart([*passes, *starts, ("optimizer", -1, -1, 8.0, 9.0)]), -1.0, 9.0)
+    assert [(kind, start, end) for kind, *_, start, end in told] == [
+        ("step-begin", -1.0, 0.0),
+        ("forward-compute", 0.0, 1.5),
+        ("forward-compute", 1.5, 3.5),
+        ("forward-compute", 3.5, 5.5),
+        ("forward-compute", 5.5, 7.5),
+        ("optimizer", 7.5, 9.0),
+        ("step-end", 9.0, 9.0),
+    ]
 
 
 def test_the_head_is_what_the_last_stage_takes_beyond_its_layers():
@@ -201,6 +217,21 @@ def test_a_slow_last_stage_is_told_with_the_split_that_mends_it():
     assert finding.last_over_mean == pytest.approx(15 / 10.5) and finding.head_layers == pytest.approx(6.0)
     assert sum(finding.split) == 36 and max(finding.split[-1] + 6, *finding.split[:-1]) == 11 and finding.saving > 0.2
     assert finding.text.startswith("last stage 1.43x the mean; head = 6.0 layers; (")
+
+
+def test_a_rank_that_is_late_once_is_heard_again_and_one_that_stays_away_is_not_waited_for(monkeypatch):
+    monkeypatch.setattr(live, "_PATIENCE_S", 0.0)
+    store, topology = dist.HashStore(), Topology(2, 1)
+    ranks = [Live(store, rank, 2, (0, rank), [2], topology, speaks=True) for rank in range(2)]
+    ranks[1].hears = False
+    found = []
+    for tells in (True, False, True, False, False):
+        ranks[1]._round += not tells
+        for rank in ranks[1:] * tells + ranks[:1]:
+            rank.take([("forward-compute", 0, 0, 0.0, 1.0), ("backward-compute", 0, 0, 1.0, 3.0)], 0.0)
+            rank.exchange()
+        found.append(ranks[0].finding is not None)
+    assert found == [True, False, True, False, False] and ranks[0]._others == [0]
 
 
 def recorder(folder) -> Recorder:

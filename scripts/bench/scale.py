@@ -120,7 +120,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"**{name}**\n")
         _show(name, rows)
         print(flush=True)
-    if options.picture:
+    if options.picture and found.keys() != {PACK}:
         _draw(options.picture, found)
     return 0
 
@@ -257,7 +257,7 @@ def _batches(prefix: str, cache: str, batches: str) -> dict[str, float]:
     times = list(itertools.islice(_timed(stream, cost, grid, profile), int(batches)))
     return {
         "import_s": imported - started, "read_s": read - imported, "order_s": ordered - read,
-        "sample_s": sampled - ordered, "profile_s": profiled - sampled, "first_ms": sum(times[0].values()),
+        "sample_s": sampled - ordered, "profile_s": profiled - sampled,
         "step_ms": float(np.median([sum(each.values()) for each in times[1:]])), **_memory(),
     }  # fmt: skip
 

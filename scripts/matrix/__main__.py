@@ -19,6 +19,8 @@ def main() -> None:
     for checkout in options.checkouts:
         if not (checkout / "pretrain_gpt.py").is_file():
             parser.error(f"{checkout} is no Megatron-LM checkout: it has no pretrain_gpt.py")
+    if len({checkout.resolve().name for checkout in options.checkouts}) < len(options.checkouts):
+        parser.error("two checkouts are in folders of the same name, by which results go")
     with tempfile.TemporaryDirectory() as scratch:
         out = (options.out or Path(scratch)).resolve()
         table = make_table(

@@ -6,6 +6,8 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from matrix.trials import TRIALS, Trial
 
 TOLERANCE = 2e-6  # relative, as fp32 sums in another order allow
@@ -58,8 +60,8 @@ class Result:
         losses, reference = self.outcomes[trial.name].losses, self.outcomes[trial.like].losses
         if not losses or not reference or self.outcomes["start"].error:
             return None
-        pairs = zip(losses, reference[-len(losses) :], strict=True)
-        return max(abs(loss - wanted) / wanted for loss, wanted in pairs)
+        wanted = np.array(reference[-len(losses) :])
+        return float(np.max(np.abs(np.array(losses) - wanted) / np.abs(wanted)))  # NaN where a loss is
 
     @property
     def is_complete(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from collections import defaultdict
@@ -191,29 +192,27 @@ class Live:
         if self._others is None:
             flags = said_by_all(self.store, [f"live/speaks/{rank}" for rank in range(self._world_size)])
             self._others = [rank for rank, flag in enumerate(flags) if flag == b"1"]
-        deadline, heard = time.monotonic() + _PATIENCE_S, {}
-        while missing := [rank for rank in self._others if rank not in heard]:
+        deadline, told = time.monotonic() + _PATIENCE_S, {rank: {"round": 0} for rank in self._others}
+        while True:
+            missing = [rank for rank in told if told[rank]["round"] < self._round]
             there = [rank for rank in missing if self.store.check([f"live/{rank}"])]
             for rank, text in zip(there, self.store.multi_get([f"live/{rank}" for rank in there]), strict=True):
-                told = json.loads(text)
-                if told["round"] >= self._round:
-                    heard[rank] = told
+                told[rank] = json.loads(text)
+            heard = [each for each in told.values() if each["round"] >= self._round]
+            if len(heard) == len(told):
+                return heard
             if time.monotonic() > deadline:
-                self._others = list(heard)  # the rest record no more
-                break
-            if len(heard) < len(self._others):
-                time.sleep(1e-3)
-        return list(heard.values())
+                # Some are late this once, as they write slowly; who told nothing in the interval before either records no more.
+                self._others = [rank for rank in told if told[rank]["round"] >= self._round - 1]
+                return heard
+            time.sleep(1e-3)
 
     def _find(self, stages: Stages) -> Finding:
         busy = stages.forward_s + stages.backward_s
         shares = busy / busy.sum()
-        split, saving = None, 0.0
-        try:
+        chain, split, saving = None, None, 0.0
+        with contextlib.suppress(BalanceError):  # the stages do not tell, or their schedule is none that is simulated
             chain = chain_of(np.stack([stages.forward_s, stages.backward_s]), stages.layers)
-        except BalanceError:  # they do not tell
-            chain = None
-        if chain is not None:
             if self._last is None or np.abs(shares - self._last[0]).max() >= _CHANGE * shares.mean():
                 self._last = shares, _sought(chain, stages.layers, self.topology)
             saving = _saving(chain, stages, self._last[1], self.topology)

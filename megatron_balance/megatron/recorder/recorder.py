@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import math
 import sys
 import time
 from collections import Counter, deque
@@ -256,14 +257,14 @@ class Recorder:
             counts[kind] += 1
 
     def _write(self) -> None:
+        if self.clock is not None:
+            self.clock.synchronize()  # first, as all ranks come from the same step: writing takes some of them longer
         if not self.parts.is_full:
             self.parts.write(self._rows)
         elif not self._said_full:
             self._said_full = True
             _warn(f"{self.parts.bytes / 1e6:.0f} MB are written, no more will be; the log lines go on")
         self._rows.clear()
-        if self.clock is not None:
-            self.clock.synchronize()
         if self.live is not None:
             self.live.exchange()  # last: rank 0 may search a split meanwhile
 
@@ -326,15 +327,17 @@ def apart(operations: Sequence[tuple[str, int, int, float, float]]) -> list[tupl
     Megatron calls for each model chunk, and one within the other: the optimizer's step holds clipping and the gathering of
     parameters, the reduction of gradients that of norms and embedding. What surrounds keeps what comes before what it holds for
     the former, and what comes after it for itself: clipping begins with the optimizer's step, as what is before it (copying and
-    checking gradients) belongs to it.
+    checking gradients) belongs to it. A gathering of parameters before the last pass only begins there, as interleaved schedules
+    have it of one chunk after the other (``--overlap-param-gather``): the passes wait for it, and it is no operation.
     """
     once: dict[str, list[float]] = {}
     others: list[tuple[str, int, int, float, float]] = []
+    last_s = max((end_s for kind, *_, end_s in operations if kind in PASSES), default=-math.inf)
     for operation in operations:
         kind, _, microbatch, start_s, end_s = operation
         if microbatch >= 0 or kind in (*PASSES, *TRANSFERS):
             others.append(operation)
-        else:
+        elif kind != GATHER or start_s >= last_s:
             span = once.setdefault(kind, [start_s, end_s])
             span[0], span[1] = min(span[0], start_s), max(span[1], end_s)
     if (whole := once.get(OPTIMIZER)) is not None:
