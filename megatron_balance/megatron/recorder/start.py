@@ -23,7 +23,7 @@ from megatron_balance.megatron.recorder.live import Live
 from megatron_balance.megatron.recorder.marks import DeviceMarks, ProcessMarks
 from megatron_balance.megatron.recorder.options import TraceOptions, prepare_folder, refuse_conflicts
 from megatron_balance.megatron.recorder.parts import Parts
-from megatron_balance.megatron.recorder.recorder import Recorder
+from megatron_balance.megatron.recorder.recorder import Recorder, recording
 from megatron_balance.reporting import global_rank
 
 FORMAT = 1
@@ -43,6 +43,7 @@ def after_globals(args: Any, options: TraceOptions) -> None:
     recorder = Recorder(options, topology, row_tokens, DeviceMarks() if on_gpu else ProcessMarks())
     recorder.start = _start
     hooks.apply(recorder)
+    recording.append(recorder)
     atexit.register(recorder.finish)
 
 
