@@ -15,7 +15,7 @@ import signal
 import socket
 import sys
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import NoReturn
 
@@ -56,7 +56,8 @@ def main(checkout: Path, folder: Path) -> None:
         return
     for trial in TRIALS:
         if trial.name not in outcomes:
-            outcomes[trial.name] = _run(trial, checkout / "pretrain_gpt.py")
+            outcome = _run(trial, checkout / "pretrain_gpt.py")
+            outcomes[trial.name] = replace(outcome, error=outcome.error.replace(f"{checkout}/", ""))
             print(f"  {trial.name}: {outcomes[trial.name].error or 'trained'}", file=sys.stderr, flush=True)
             keep()
 

@@ -68,19 +68,19 @@ TRIALS = (
     ),
     Trial(
         "both",
-        f"{_START} {_TWO_STAGES} {_BALANCED} {_PACKED} variable {_SAVING}",
+        f"{_START} {_TWO_STAGES} {_BALANCED} {_PACKED} auto {_SAVING}",
         heading="both",
         like="packed-alone",
     ),
     Trial(
         "both-virtual",
-        f"{_START} {_TWO_STAGES} {_VIRTUAL} {_BALANCED} {_PACKED} variable",
+        f"{_START} {_TWO_STAGES} {_VIRTUAL} {_BALANCED} {_PACKED} auto",
         heading="both, 2 virtual stages",
         like="packed-alone",
     ),
     Trial(
         "resumed",
-        f"--load saved --ckpt-step {RESUMED_AT} {_TWO_STAGES} {_BALANCED} {_PACKED} variable",
+        f"--load saved --ckpt-step {RESUMED_AT} {_TWO_STAGES} {_BALANCED} {_PACKED} auto",
         heading="both, resumed",
         like="both",
     ),

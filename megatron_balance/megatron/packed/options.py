@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_balance.errors import BalanceError
+from megatron_balance.model import refuse_uncovered
 from megatron_balance.packing.cost import SHAPES
 from megatron_balance.packing.pieces import LONG_DOCUMENTS, SPLIT, TRUNCATE
 
@@ -221,6 +222,7 @@ def refuse_conflicts(args: Any) -> None:
         value = getattr(args, conflict.name, None)
         if value is not None and conflict.is_set(value):
             raise BalanceError(f"{FLAG} cannot be used with {conflict.flag}: {conflict.reason}")
+    refuse_uncovered(without_spec(args), FLAG, f"Leave out {FLAG}.")
     _check_graphs(args)
     if getattr(args, "full_validation", False):
         _check_full_validation(args)
@@ -229,6 +231,14 @@ def refuse_conflicts(args: Any) -> None:
             f"{FLAG} needs --calculate-per-token-loss: micro-batches hold different numbers of labels, and without it the"
             " gradient would depend on which documents share one"
         )
+
+
+def without_spec(args: Any) -> dict[str, Any]:
+    """The arguments of the model that documents are placed for: layers of one's own are taken to cost what Megatron's do.
+
+    Where that is wrong, ranks wait for one another, and nothing else is.
+    """
+    return {**vars(args), "spec": None}
 
 
 def _check_graphs(args: Any) -> None:
