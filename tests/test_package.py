@@ -58,8 +58,7 @@ def test_the_source_archive_holds_what_tests_and_readers_need(archives):
 
 def test_the_public_api_is_typed():
     assert (Path(megatron_balance.__file__).parent / "py.typed").is_file()
-    public = [value for name, value in vars(megatron_balance).items() if name[0] != "_" and callable(value)]
-    assert public
-    for function in public:
+    public = [getattr(megatron_balance, name) for name in megatron_balance.__all__]
+    for function in filter(callable, public):
         hints = typing.get_type_hints(function)
         assert hints.keys() == {*inspect.signature(function).parameters, "return"}, function

@@ -3,7 +3,7 @@
 
 Four tables:
 
-  split      `megatron-balance plan` of Llama-3.1-405B for 64 to 16,384 GPUs; a process of its own each time, with its imports
+  split      `megatron-balance plan` of Llama-3-70B for 64 to 16,384 GPUs; a process of its own each time, with its imports
   documents  a million to a billion documents: the order of an epoch made and opened, then the first batches of 16,384 GPUs;
              each a process of its own. "Peak" counts what is mapped of the files, which all processes of a machine share;
              "own" is what each process has for itself
@@ -14,7 +14,8 @@ Four tables:
 Writes Megatron indices of log-normal lengths (median 1,024 tokens, sigma 1.4, at most 32,768): those of four million are drawn,
 then repeated. What nobody reads of the files stays a hole: a billion documents take 4 GB, and their order 4 GB more.
 
-    python scripts/bench/scale.py [--only TEXT] [--documents N ...] [--quick] [--markdown] [--picture FILE.png]
+    python scripts/bench/scale.py [--only TEXT] [--documents N ...] [--quick] [--markdown]
+        [--picture FILE.png] [--results FILE.json]
 """
 
 from __future__ import annotations
@@ -51,12 +52,15 @@ CAPACITY = 8192
 TENSOR, PIPELINE, MICROBATCHES = 8, 16, 32  # of the largest job, with 128 data-parallel ranks
 LARGEST = Topology(PIPELINE, MICROBATCHES, tensor_size=TENSOR, data_size=128)
 SPLIT, DOCUMENTS, PACK, RANKS = "split", "documents", "pack", "ranks"
-LLAMA_31_405B = (
-    "--num-layers 126 --hidden-size 16384 --ffn-hidden-size 53248 --num-attention-heads 128 --group-query-attention"
+LLAMA_3_70B = (
+    "--num-layers 80 --hidden-size 8192 --ffn-hidden-size 28672 --num-attention-heads 64 --group-query-attention"
     " --num-query-groups 8 --swiglu --untie-embeddings-and-output-weights --disable-bias-linear --normalization RMSNorm"
     " --position-embedding-type rope --vocab-size 128256 --seq-length 8192 --micro-batch-size 1 --bf16 --sequence-parallel"
     " --use-distributed-optimizer --balanced-pipeline-device H100"
 )
+
+
+Found = dict[str, list[dict[str, float]]]  # rows of each table
 
 
 @dataclass(frozen=True)
@@ -80,7 +84,7 @@ FULL = Sizes(
     splits=(
         *((min(PIPELINE, world // TENSOR), 1, max(1, world // (TENSOR * PIPELINE))) for world in (64, 256, 1024, 4096)),
         *((pipeline, 1, 2048 // pipeline) for pipeline in (16, 32, 64)),
-        *((pipeline, 4, 2048 // pipeline) for pipeline in (8, 16)),
+        *((PIPELINE, 4, data) for data in (8, 32, 128)),
     ),
     documents=(10**6, 10**7, 10**8, 10**9),
     ranks=(4, 16, 64, 128, 256, 512, 1024),
@@ -101,8 +105,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not chosen:
         print(f"no table has {options.only!r} in its name", file=sys.stderr)
         return 2
-    found: dict[str, list[dict[str, float]]] = {}
+    kept = Path(options.results) if options.results else None
+    found: Found = {}
     with tempfile.TemporaryDirectory(dir=options.folder) as place:
+        if not options.quick:
+            _compile(chosen, Path(place))
         if SPLIT in chosen:
             found[SPLIT] = [_split(*each) for each in sizes.splits]
         if DOCUMENTS in chosen or PACK in chosen:
@@ -120,9 +127,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"**{name}**\n")
         _show(name, rows)
         print(flush=True)
+    if kept is not None:
+        found = _merged(json.loads(kept.read_text(encoding="utf-8")) if kept.exists() else {}, found)
+        kept.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     if options.picture and found.keys() != {PACK}:
         _draw(options.picture, found)
     return 0
+
+
+def _compile(chosen: Sequence[str], place: Path) -> None:
+    """Have the kernels compiled and kept before anything is measured."""
+    if SPLIT in chosen:
+        _split(8, 1, 1)
+    if DOCUMENTS in chosen or PACK in chosen:
+        _data(QUICK.documents[0], 2, place, chosen)
+
+
+def _merged(before: Found, now: Found) -> Found:
+    """Tables of earlier runs, with the rows of this one for those that begin alike."""
+    merged = {}
+    for name in (name for name in COLUMNS if name in before or name in now):
+        keys = ("gpus", "documents", "pipeline", "virtual", "microbatches")
+        rows = [*before.get(name, []), *now.get(name, [])]
+        merged[name] = list({tuple(row.get(key) for key in keys): row for row in rows}.values())
+    return merged
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -135,7 +163,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--folder", help="where to write, and remove, the data (default: the system's temporary folder)"
     )
-    parser.add_argument("--child", nargs="+", help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--results",
+        metavar="FILE.json",
+        help="keep the figures here, beside those of earlier runs, and draw all of them",
+    )
+    parser.add_argument("--child", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     return parser
 
 
@@ -175,13 +208,11 @@ def _command(*words: str) -> dict[str, float]:
 def _split(pipeline: int, virtual: int, data: int) -> dict[str, float]:
     sizes = (
         f"--tensor-model-parallel-size {TENSOR} --pipeline-model-parallel-size {pipeline}"
-        f" --num-virtual-stages-per-pipeline-rank {virtual} --world-size {TENSOR * pipeline * data}"
-        f" --global-batch-size {max(MICROBATCHES, pipeline) * data}"
+        f" --world-size {TENSOR * pipeline * data} --global-batch-size {max(MICROBATCHES, pipeline) * data}"
     )
-    words = ["plan", *LLAMA_31_405B.split(), *sizes.split()]
-    if virtual == 1:
-        del words[words.index("--num-virtual-stages-per-pipeline-rank") :][:2]
-    planned = _child("command", *words)
+    if virtual > 1:
+        sizes += f" --num-virtual-stages-per-pipeline-rank {virtual}"
+    planned = _child("command", "plan", *LLAMA_3_70B.split(), *sizes.split())
     return {
         "gpus": TENSOR * pipeline * data, "pipeline": pipeline, "virtual": virtual, "data": data,
         "microbatches": max(MICROBATCHES, pipeline), **planned,
@@ -367,7 +398,7 @@ def _show(name: str, rows: Sequence[dict[str, float]]) -> None:
     print_table([heading for heading, _, _ in columns], cells)
 
 
-def _draw(path: str, found: dict[str, list[dict[str, float]]]) -> None:
+def _draw(path: str, found: Found) -> None:
     """A panel for each table, logarithmic both ways."""
     import matplotlib
 
@@ -379,6 +410,12 @@ def _draw(path: str, found: dict[str, list[dict[str, float]]]) -> None:
     for axis, name in zip(axes[0], panels, strict=True):
         for label, rows, across, up in _curves(name, found):
             axis.loglog([row[across] for row in rows], [row[up] for row in rows], "o-", label=label)
+        if name != DOCUMENTS:  # which are powers of ten
+            places = sorted({row[across] for row in found[name]})
+            axis.set_xticks(places, [f"{place:,}" for place in places], rotation=45, ha="right", fontsize=8)
+            axis.minorticks_off()
+        if name == SPLIT:
+            axis.set_ylim(0.1, 100)  # level is what there is to see
         axis.set_xlabel({SPLIT: "GPUs", DOCUMENTS: "documents", RANKS: "data-parallel ranks"}[name])
         axis.set_ylabel("ms a global batch" if name == RANKS else "s")
         axis.set_title({SPLIT: "a split planned", DOCUMENTS: "start with the data", RANKS: "a batch planned"}[name])
@@ -389,21 +426,21 @@ def _draw(path: str, found: dict[str, list[dict[str, float]]]) -> None:
     plt.close(figure)
 
 
-def _curves(name: str, found: dict[str, list[dict[str, float]]]):
+def _curves(name: str, found: Found):
     """Label, rows, and the keys of both axes."""
     rows = found[name]
     if name == SPLIT:
         for virtual in sorted({row["virtual"] for row in rows}):
             chosen = [row for row in rows if row["virtual"] == virtual and row["pipeline"] <= PIPELINE]
-            yield f"{virtual} virtual" if virtual > 1 else "1F1B", chosen, "gpus", "process_s"
+            yield f"{virtual} virtual stages" if virtual > 1 else "1F1B", chosen, "gpus", "process_s"
     elif name == DOCUMENTS:
         yield "making the order", rows, "documents", "making_order_s"
         yield "reading lengths", rows, "documents", "read_s"
         yield "opening the order", rows, "documents", "order_s"
         yield "planning a step", [{**row, "step_s": row["step_ms"] / 1e3} for row in rows], "documents", "step_s"
     else:
-        each = [row for row in rows if row["microbatches"] == MICROBATCHES]
-        same = [row for row in rows if row["bins"] == LARGEST.data_size * MICROBATCHES]
+        each = list({row["ranks"]: row for row in rows if row["microbatches"] == MICROBATCHES}.values())
+        same = list({row["ranks"]: row for row in rows if row["bins"] == LARGEST.data_size * MICROBATCHES}.values())
         total = [[{**row, "ms": row["cut_ms"] + row["place_ms"]} for row in chosen] for chosen in (each, same)]
         yield f"{MICROBATCHES} micro-batches a rank", total[0], "ranks", "ms"
         yield (
