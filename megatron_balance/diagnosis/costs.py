@@ -34,7 +34,6 @@ from megatron_balance.diagnosis.signals import Signals
 from megatron_balance.diagnosis.trace import GATHER, OPTIMIZER, SCATTER
 from megatron_balance.errors import BalanceError
 from megatron_balance.pipeline.chain import stage_costs
-from megatron_balance.reading import Scalar
 
 if TYPE_CHECKING:
     from megatron_balance.schedule.simulate import Simulator
@@ -122,26 +121,23 @@ class RecordedSplit:
             [float(np.median(replay.end_s[:, own] - replay.start_s[:, own])) if own else 0.0 for own in found]
         )
 
-    def table(self, holds_for: dict[str, Scalar] | None = None) -> CostTable:
-        """The costs as the file that ``plan`` and training take.
-
-        Args:
-            holds_for: names and values of the model that they are of, as far as they are known.
+    def table(self) -> CostTable:
+        """The costs as the file that ``plan`` and training take; of the model's shapes where the trace has them.
 
         Raises:
             BalanceError: as ``costs``.
         """
-        costs, topology = self.costs, self.replay.trace.job.topology
-        known = {} if topology.tensor_size == 1 else {"tensor_size": topology.tensor_size}
+        costs, job = self.costs, self.replay.trace.job
+        known = {} if job.topology.tensor_size == 1 else {"tensor_size": job.topology.tensor_size}
         steps = self.replay.steps
         return CostTable(
             kind=DIAGNOSED,
-            device=f"trace of {self.replay.trace.job.world_size} devices",
+            device=f"trace of {job.world_size} devices",
             embedding=_row(costs.embedding),
             layers={ANY_LAYER: LayerRow(**vars(_row(costs.mean_layer)), by_length=(), **_NO_FITS)},
             head=_row(costs.head),
             update_s_per_parameter=None,
-            holds_for={**known, **(holds_for or {})},
+            holds_for={**known, **job.shapes},
             provenance={
                 "steps": f"{steps.size} of {steps[0]} to {steps[-1]}",
                 "layers of each stage": ",".join(map(str, self.layers)),

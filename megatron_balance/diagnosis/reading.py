@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from megatron_balance import reading
 from megatron_balance.diagnosis.cells import whole
 from megatron_balance.diagnosis.clocks import aligned
 from megatron_balance.diagnosis.graph import is_exchange
@@ -38,7 +39,7 @@ _META = {  # key of the YAML file: field of Topology
     "dsp_size": "context_size",
     "dp_size": "data_size",
 }
-_OF_JOB = ("name", "world_size", "layers", "in_turn")  # described, but no field of Topology
+_OF_JOB = ("name", "world_size", "layers", "in_turn", "shapes")  # described, but no field of Topology
 _PART = re.compile(r"\.\d{4,}(?=\.parquet$)")
 _MOST_RANKS = 1 << 22
 _MOST_TOKENS = 1 << 31  # of a micro-batch
@@ -244,6 +245,10 @@ def _from_recorder(stored: bytes, path: Path) -> dict[str, Any]:
     if values.get("world_size") is not None:
         described["world_size"] = _size(values["world_size"], "world_size", path)
     described["in_turn"] = values.get("in_turn") is True
+    try:
+        described["shapes"] = reading.scalars(values.get("shapes", {}), "shapes")
+    except reading.DamageError as error:
+        raise BalanceError(f"the job's sizes in {path} are damaged: {error}") from error
     return described
 
 
@@ -451,7 +456,12 @@ def _job(
             f"layers are given for {len(layers)} stages, but the job has {topology.num_stages}: they are not used"
         )
         layers = None
-    return Job(described.get("name", path.stem), topology, world, layers, described.get("in_turn", False))
+    name, in_turn, shapes = (
+        described.get("name", path.stem),
+        described.get("in_turn", False),
+        described.get("shapes", {}),
+    )
+    return Job(name, topology, world, layers, in_turn, shapes)
 
 
 def _sequences(table: pyarrow.Table, kept: np.ndarray | slice, trace: Trace) -> Sequences | None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import numpy as np
 
+from megatron_balance.reading import Scalar
 from megatron_balance.topology import Topology
 
 FORWARD, BACKWARD = "forward-compute", "backward-compute"
@@ -36,6 +38,7 @@ class Job:
         layers: transformer layers of each stage; stage ``chunk * PP + rank`` is a rank's chunk. None where it is not known.
         in_turn: whether the operations of a rank run one after the other, each from the end of the one before, and clocks are
             those of one rank: our recorder notes what the stream that computes does. Published traces note several streams.
+        shapes: of the model, by name, as a costs file has them (``holds_for``); empty where they are not known.
     """
 
     name: str
@@ -43,6 +46,7 @@ class Job:
     world_size: int
     layers: tuple[int, ...] | None = None
     in_turn: bool = False
+    shapes: Mapping[str, Scalar] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, eq=False)

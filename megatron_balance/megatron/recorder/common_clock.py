@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import socket
 import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 from megatron_balance.megatron.agreement import said_by_all
 
-_ROUNDS = 12
+_ROUNDS, _LATER_ROUNDS = 12, 3  # of questions to rank 0: before the first recorded step, and at intervals
 _COMES_S = 0.5  # that rank 0 waits for a machine: all come from the same step
 _PATIENCE_S = 5.0  # that others wait for rank 0, which answers one machine after the other
 
@@ -40,7 +41,7 @@ class CommonClock:
             first.setdefault(machine, other)
         self._asks = first[self._machines[rank][0]]  # the rank that asks for this machine
         self._asking = sorted({*first.values()} - {0})
-        self._round = 0
+        self._round, self._questions = 0, _ROUNDS
         self._is_answered = True
         self._patience_s = _PATIENCE_S + 0.05 * len(self._asking)
 
@@ -64,10 +65,11 @@ class CommonClock:
                 self.offset_s = offset_s + float(self._machines[self._asks][2]) - self.epoch_s
         if self._asks == 0:
             self.offset_s = float(self._machines[0][2]) - self.epoch_s
+        self._questions = _LATER_ROUNDS
 
     def _answer(self, other: int) -> bool:
         """Tell a rank the time, if it comes."""
-        for count in range(_ROUNDS):
+        for count in range(self._questions):
             if not _awaited(self.store, f"clock/ask/{other}/{self._round}/{count}", _COMES_S):
                 return False
             now_s = float(self._machines[0][2]) + time.monotonic()
@@ -76,7 +78,7 @@ class CommonClock:
 
     def _ask(self) -> None:
         answers = []
-        for count in range(_ROUNDS):
+        for count in range(self._questions):
             asked_s = time.monotonic()
             self.store.set(f"clock/ask/{self.rank}/{self._round}/{count}", "")
             key = f"clock/told/{self.rank}/{self._round}/{count}"
@@ -103,9 +105,8 @@ def _machine() -> str:
 
 def _awaited(store: Any, key: str, patience_s: float) -> bool:
     """Whether ``key`` comes in time."""
-    deadline = time.monotonic() + patience_s
-    while not store.check([key]):
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(1e-5)
+    try:
+        store.wait([key], timedelta(seconds=patience_s))
+    except RuntimeError:  # also of a store whose process is gone
+        return False
     return True

@@ -265,8 +265,17 @@ class Recorder:
             self._said_full = True
             _warn(f"{self.parts.bytes / 1e6:.0f} MB are written, no more will be; the log lines go on")
         self._rows.clear()
-        if self.live is not None:
-            self.live.exchange()  # last: rank 0 may search a split meanwhile
+        self._exchange()  # last: rank 0 may search a split meanwhile
+
+    def _exchange(self) -> None:
+        """Tell the others' log line; where that fails, the trace goes on without it."""
+        if self.live is None:
+            return
+        try:
+            self.live.exchange()
+        except Exception as error:
+            self.live = None
+            _warn(f"no more log lines, recording goes on ({type(error).__name__}: {error})")
 
     @never_stops_training
     def log(self, iteration: int) -> None:
