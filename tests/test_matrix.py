@@ -20,9 +20,10 @@ HEADINGS = [trial.heading for trial in TRIALS if trial.heading]
 
 def result(**changed: Outcome) -> Result:
     """All trials alike, but for those changed."""
-    losses = [5.0 - 0.1 * step for step in range(STEPS)]
-    outcomes = {trial.name: Outcome(losses) for trial in TRIALS}
-    outcomes["resumed"] = Outcome(losses[RESUMED_AT:])
+    losses = {packs: [5.0 + packs - 0.1 * step for step in range(STEPS)] for packs in (False, True)}
+    layers = {balances: [[3 + balances], [3 - balances]] for balances in (False, True)}
+    outcomes = {trial.name: Outcome(losses[trial.packs], layers[trial.balances]) for trial in TRIALS}
+    outcomes["resumed"] = Outcome(losses[True][RESUMED_AT:], layers[True])
     return Result("Megatron-LM", "0.19.1", "3.12.3", 60.0, {**outcomes, **changed})
 
 
@@ -45,6 +46,13 @@ def test_the_largest_difference_is_shown_and_judged(factor, text, sound):
     table = make_table([result(both=Outcome([losses[0] * factor, *losses[1:]]))])
     assert cells(table)["both"] == text and table.is_sound == sound
     assert cells(table)["both, resumed"] == "0"  # it is compared with the last steps
+
+
+def test_flags_without_effect_are_no_agreement():
+    even, chopped = Outcome(result().outcomes["stock"].losses, [[3], [3]]), result().outcomes["stock"]
+    table = make_table([result(balanced=even, **{"packed-alone": chopped, "packed-fixed": chopped})])
+    row = cells(table)
+    assert row["balanced"] == row["packed, fixed"] == "**without effect**" and not table.is_sound
 
 
 def test_a_loss_that_is_no_number_is_no_agreement():

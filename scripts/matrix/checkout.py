@@ -110,7 +110,9 @@ def _run(trial: Trial, script: Path) -> Outcome:
         rank, reason = failed
         return Outcome(error=reason or _error_in((folder / f"output-{rank}.log").read_text(errors="replace")))
     seen = [json.loads(path.read_text()) for path in sorted(folder.glob("rank-*.json"))]
-    losses = [step["loss"] for step in seen[-1]["steps"]]
+    losses = [step["loss"] for step in seen[-1]["steps"]] if seen else []
+    if not losses:
+        return Outcome(error="no step was trained")
     return Outcome(losses, [[len(chunk["layers"]) for chunk in rank["chunks"]] for rank in seen])
 
 

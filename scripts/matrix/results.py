@@ -63,6 +63,13 @@ class Result:
         wanted = np.array(reference[-len(losses) :])
         return float(np.max(np.abs(np.array(losses) - wanted) / np.abs(wanted)))  # NaN where a loss is
 
+    def is_without_effect(self, trial: Trial) -> bool:
+        """Whether a trial trained as if our flags were not there: equal losses alone would not tell."""
+        outcome, chopped = self.outcomes[trial.name], self.outcomes["chopped"].losses
+        even = outcome.layers is not None and len({count for rank in outcome.layers for count in rank}) == 1
+        same = outcome.losses is not None and chopped is not None and outcome.losses == chopped[-len(outcome.losses) :]
+        return (trial.balances and even) or (trial.packs and same)
+
     @property
     def is_complete(self) -> bool:
         return all(trial.name in self.outcomes for trial in TRIALS)
@@ -99,6 +106,8 @@ def make_table(results: list[Result]) -> Table:
 
 def _cell(result: Result, trial: Trial, notes: list[str]) -> str:
     error, difference = result.outcomes[trial.name].error, result.difference(trial)
+    if result.is_without_effect(trial):
+        return "**without effect**"
     if difference is not None:
         text = "0" if difference == 0 else f"{difference:.1e}".replace("e-0", "e-")
         return text if difference <= TOLERANCE else f"**{text}**"
@@ -121,5 +130,7 @@ def _noted(result: Result, name: str, notes: list[str]) -> str:
 
 
 def _is_sound(result: Result, trial: Trial) -> bool:
+    if result.is_without_effect(trial):
+        return False
     difference = result.difference(trial)
     return result.fails_without_us if difference is None else difference <= TOLERANCE

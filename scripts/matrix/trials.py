@@ -45,6 +45,16 @@ class Trial:
     heading: str = ""
     like: str = ""
 
+    @property
+    def balances(self) -> bool:
+        """Whether its stages are to hold different numbers of layers."""
+        return _BALANCED in self.flags
+
+    @property
+    def packs(self) -> bool:
+        """Whether it is to train on whole documents, and so has other losses than on chopped ones."""
+        return _PACKED in self.flags
+
 
 TRIALS = (
     # Initial weights depend on the number of stages: all begin from those of one process.
