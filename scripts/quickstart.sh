@@ -11,7 +11,7 @@ split of the layers, once with `--balanced-pipeline`, several times in turn, all
 data; then another on documents of very different lengths, chopped as Megatron does and with `--varlen-packing`, in turns.
 Needs nothing but Python 3.12 or newer and two CPU cores; uses two GPUs where there are some.
 
-  --quick       fewer steps: 3 to 4 minutes instead of 5 to 8 (on two CPU cores, once the packages are installed)
+  --quick       fewer steps: QUICKTIME instead of FULLTIME (on two CPU cores, once the packages are installed)
   --out FOLDER  where results go (default: quickstart-out in the repository)
   -h, --help    this text
 
@@ -24,16 +24,19 @@ What it does:
   5. starts training with --balanced-pipeline on two more, which measures what layers and head cost here, plans, and
      predicts the step times of both splits; then both train in turns, a step each
   6. compares step times, with each other and with the prediction, and losses
-  7. trains on long source files and short functions, chopped and packed in turns, a step each, and compares the tokens
-     learned a second with what the simulator says of the same batches on costs measured here
+  7. trains on chapters of long source files and short functions, on two data-parallel ranks, chopped and packed in turns,
+     a step each, and compares the tokens learned a second
+  8. diagnoses what all four jobs recorded (--straggler-trace): the cause that it names before, what is left of the symptoms
+     after, the gain that it predicts and the one that came
 
 What it leaves in the folder:
   summary.json   splits, predicted and measured step times and speed-up, largest relative loss difference, every round; the same
-                 of packing
+                 of packing; what the diagnosis says
   timelines.png  both pipelines during one typical step
   plan.json      the balanced plan, as --balanced-pipeline-plan wrote it
   costs/         the measured costs that it stands on
   logs/          the command and full output of every launch
+  traces/        what both jobs recorded, for `megatron-balance diagnose`
   packed/        the same of step 7, and what each rank was fed
 
 Exit status: 0 when it ran and the losses agree; 1 when a launch failed or the losses differ; 2 for a wrong argument.
@@ -50,14 +53,5 @@ for argument in "$@"; do
 done
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-caller=$PWD
-cd "$root"
-source scripts/lib/python.sh
-# megatron-core carries megatron.training, which this needs, only for Python 3.12 and newer.
-ensure_venv .venv 3.12
-install_project .venv quickstart
-
-# `exec` makes Ctrl-C reach Python alone, which then stops what it has started.
-export PYTHONPATH="$root/scripts${PYTHONPATH:+:$PYTHONPATH}"
-cd "$caller"
-exec "$root/.venv/bin/python" -m quickstart "$@"
+source "$root/scripts/lib/python.sh"
+run_module "$root" quickstart "$@"

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+import types
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
@@ -21,9 +22,11 @@ sys.path.insert(0, str(SCRIPTS))
 from quickstart import corpus, launch, observations, observed, report  # noqa: E402
 from quickstart.observations import Operation, Step  # noqa: E402
 from quickstart.report import BALANCED, UNIFORM, Round  # noqa: E402
-from quickstart.turns import Turns  # noqa: E402
+from quickstart.turns import Turns, take_turns  # noqa: E402
 
 from megatron_balance.costs.chain import ChainCosts, ElementCost  # noqa: E402
+from megatron_balance.megatron.recorder import recorder  # noqa: E402
+from megatron_balance.megatron.registry import Hook, Registry  # noqa: E402
 from megatron_balance.pipeline.plan import Plan, make_plan  # noqa: E402
 from megatron_balance.topology import Topology  # noqa: E402
 
@@ -86,10 +89,22 @@ def test_a_corpus_is_built_once_and_reads_back(library: Path, tmp_path: Path) ->
         assert tokenizer.decode(ids[:-1].tolist()) == document.text
 
 
+def test_long_documents_are_cut_into_several_that_lose_nothing(library: Path, tmp_path: Path) -> None:
+    pytest.importorskip("tokenizers")
+    indexed_dataset = pytest.importorskip("megatron.core.datasets.indexed_dataset")
+    documents, vocabulary, longest = corpus.read_documents(library, 10**6), 300, 7
+    whole, _ = corpus.build_corpus(documents, vocabulary, tmp_path)
+    cut, _ = corpus.build_corpus(documents, vocabulary, tmp_path, longest=longest)
+    dataset = indexed_dataset.IndexedDataset(str(cut.prefix))  # its lengths are mapped as long as it lives
+    lengths = dataset.sequence_lengths
+    assert max(lengths) == longest and cut.documents == len(lengths) > whole.documents
+    assert sum(lengths) - len(lengths) == whole.tokens - whole.documents
+
+
 def test_a_corpus_that_fails_on_the_way_does_not_appear(
     library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def write_half(documents: object, vocabulary: object, folder: Path, progress: object) -> None:
+    def write_half(documents: object, vocabulary: object, folder: Path, *_: object) -> None:
         (folder / "tokens.bin").write_bytes(b"half")
         raise OSError("disk full")
 
@@ -134,10 +149,26 @@ def test_both_splits_start_from_the_checkpoint_of_one_unsplit_run(commands: dict
 def test_the_two_splits_differ_in_our_flags_alone(commands: dict[str, str], tmp_path: Path) -> None:
     ours = f" --balanced-pipeline --balanced-pipeline-plan {tmp_path}/plan.json"
     named = f"observations/uniform uniform {','.join(report.order_of_rounds(4))} --"
-    assert named in commands[UNIFORM]
+    trace = f"--straggler-trace {tmp_path}/traces/uniform --straggler-trace-steps 2:4"
+    assert named in commands[UNIFORM] and trace in commands[UNIFORM]
     assert commands[BALANCED].removesuffix(ours) == commands[UNIFORM].replace(
         named, named.replace("uniform uniform", "balanced balanced", 1)
+    ).replace(trace, trace.replace("uniform", "balanced"))
+
+
+def test_a_split_trains_alone_from_scratch_and_then_on_given_costs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started = []
+    monkeypatch.setattr(
+        launch, "run", lambda commands, *_: started.append([" ".join(one) for one in commands.values()])
     )
+    job = launch.Job(SIZE, "cpu", tmp_path / "tokens", tmp_path, costs=tmp_path / "costs.json", from_scratch=True)
+    job.compare([UNIFORM] * SIZE.steps, print)
+    job.compare(report.order_of_rounds(SIZE.steps), print)
+    assert [len(one) for one in started] == [1, 2]
+    assert all("--load" not in command for commands in started for command in commands)
+    assert started[1][1].endswith(f"--balanced-pipeline-costs {tmp_path}/costs.json")
 
 
 def test_a_failing_launch_shows_the_end_of_its_log_and_ends_the_other(tmp_path: Path) -> None:
@@ -263,6 +294,28 @@ def test_steps_are_trained_in_turn(tmp_path: Path) -> None:
     assert [log[i][0] for i in range(0, len(log), 4)] == order
     assert not awaited[0] and Turns(tmp_path, order, UNIFORM, 0, processes=2).are_awaited()
     assert all(len({job for job, _ in log[i : i + 4]}) == 1 for i in range(0, len(log), 4))
+
+
+def test_a_turn_is_awaited_outside_what_the_job_puts_around_its_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with the recorder, whose hook comes after ours: waiting must not be part of what it sees."""
+    training = types.ModuleType("megatron.training.training")
+    order: list[str] = []
+    training.train_step = lambda: order.append("step")
+    training.train = lambda: training.train_step()
+    monkeypatch.setitem(sys.modules, "megatron.training.training", training)
+    monkeypatch.setattr("megatron_balance.megatron.registry.registry", registry := Registry())
+    monkeypatch.setattr(Turns, "around", lambda self, step: lambda: (order.append("wait"), step()))
+    monkeypatch.setattr(recorder, "recording", [types.SimpleNamespace(part=lambda: order.append("left out"))])
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    take_turns(tmp_path, "job", "job")
+    registry.apply(
+        Hook("megatron.training.training", "train_step", "t", "records", lambda f: lambda: (order.append("begin"), f()))
+    )
+    training.train()
+    assert order == ["wait", "left out", "begin", "step"]
 
 
 # --- observations -----------------------------------------------------------------------------------------------------
@@ -407,7 +460,8 @@ def test_no_python_is_an_error_with_a_remedy() -> None:
     assert named.returncode != 0 and sys.executable in named.stderr
 
 
-def test_help_needs_nothing_installed() -> None:
+@pytest.mark.parametrize("name", ["quickstart", "reproduce_stage_imbalance", "reproduce_length_imbalance"])
+def test_help_needs_nothing_installed(name: str) -> None:
     for flag in ("--help", "-h"):
-        shown = subprocess.run(["bash", SCRIPTS / "quickstart.sh", "--quick", flag], capture_output=True, text=True)
+        shown = subprocess.run(["bash", SCRIPTS / f"{name}.sh", "--quick", flag], capture_output=True, text=True)
         assert shown.returncode == 0 and "--quick" in shown.stdout and "summary.json" in shown.stdout

@@ -113,6 +113,11 @@ def test_legacy_models_are_refused(monkeypatch):
         prepared(monkeypatch, PP2, use_legacy_models=True)  # newer parsers no longer have the flag
 
 
+def test_a_teacher_beside_the_model_is_refused(monkeypatch):
+    with pytest.raises(BalanceError, match="--export-kd-teacher-load by the same layout: leave one"):
+        prepared(monkeypatch, PP2, export_kd_teacher_load="teacher")  # ModelOpt's own flag
+
+
 def test_option_without_its_flag_is_refused(monkeypatch):
     with pytest.raises(BalanceError, match="--balanced-pipeline-plan does nothing without --balanced-pipeline"):
         prepared(monkeypatch, [*MODEL, "--balanced-pipeline-plan", "plan.json"])

@@ -70,10 +70,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     )
     group.add_argument(
         f"{FLAG}-costs",
-        metavar="profile|analytic|FILE",
+        metavar="profile|analytic|FILE|DIR",
         help="What the plan stands on: times of the job's own modules, measured here in a process of its own before training"
         " starts (profile; the default when training, with estimates where it fails), estimates from data sheets (analytic;"
-        " the default of a dry run), or a costs file that `megatron-balance profile` wrote.",
+        " the default of a dry run), a costs file that `megatron-balance profile` wrote, or the folder of a trace that"
+        " --straggler-trace recorded.",
     )
     group.add_argument(
         f"{FLAG}-device",
@@ -121,7 +122,7 @@ class Options:
 
     Attributes:
         embedding_weight, head_weight: (forward, backward) cost in layers, None for what was measured or estimated.
-        costs: ``profile``, ``analytic`` or the name of a costs file; None where the command line does not say.
+        costs: ``profile``, ``analytic`` or the name of a costs file or trace; None where the command line does not say.
         device: whose speeds the estimate takes, None for the one here.
         memory: what a rank may occupy.
         mtp_placement: ``any`` or ``last``.

@@ -19,13 +19,14 @@ from megatron_balance import cpu
 from megatron_balance.costs.analytic import analytic_table
 from megatron_balance.costs.chain import ChainCosts
 from megatron_balance.costs.devices import Device, device_named
-from megatron_balance.costs.table import CostTable, load_fitting, save_costs, shapes_of
+from megatron_balance.costs.table import CostTable, save_costs, shapes_of
 from megatron_balance.errors import BalanceError
 from megatron_balance.megatron.agreement import gather_on_rank_0
 from megatron_balance.megatron.arguments import ANALYTIC, FLAG, PROFILE, Options
 from megatron_balance.megatron.measuring.launch import MeasurementFailed, cache_file, cached, measure
 from megatron_balance.megatron.measuring.software import device_name, software
 from megatron_balance.model import ModelSpec
+from megatron_balance.planning.costs import given_costs
 from megatron_balance.reading import Scalar
 from megatron_balance.reporting import say
 from megatron_balance.topology import Topology
@@ -68,7 +69,7 @@ def table_of_job(args: Any, options: Options, model: ModelSpec, topology: Topolo
     if options.costs_kind == ANALYTIC:
         return _estimated(options, model, topology)
     if options.costs_kind != PROFILE:
-        return load_fitting(options.costs, model, topology)
+        return given_costs(options.costs, model, topology)
     try:
         table = _measured(args, model, topology)
         table.chain(model, topology)  # fails here, where estimates can take its place

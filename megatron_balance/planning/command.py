@@ -91,8 +91,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_memory_arguments(parser)
     parser.add_argument(
         f"{FLAG}-costs",
-        metavar="analytic|FILE",
-        help="estimates from data sheets (default), or a costs file that `megatron-balance profile` wrote",
+        metavar="analytic|FILE|DIR",
+        help="estimates from data sheets (default), a costs file that `megatron-balance profile` wrote, or the folder of a trace"
+        " that --straggler-trace recorded",
     )
     parser.add_argument(
         f"{FLAG}-device",
@@ -160,8 +161,8 @@ def _check_topology(job: Job) -> None:
 def _costs(options: argparse.Namespace, job: Job, device: Device | None) -> tuple[ChainCosts, float]:
     """Costs of the elements, and seconds of a transfer between stages, by the link of the device that the costs are of."""
     from megatron_balance.costs.analytic import analytic_table
-    from megatron_balance.costs.table import load_fitting
     from megatron_balance.costs.transfer import transfer_s
+    from megatron_balance.planning.costs import given_costs
 
     source = options.balanced_pipeline_costs
     if source == PROFILE:
@@ -171,7 +172,7 @@ def _costs(options: argparse.Namespace, job: Job, device: Device | None) -> tupl
     if source in (None, ANALYTIC):
         table = analytic_table(job.model, job.topology, device or device_chosen(_DEVICE))
     else:
-        table = load_fitting(source, job.model, job.topology)
+        table = given_costs(source, job.model, job.topology)
     weights = [
         layer_weight(f"{FLAG}-{name}-weight", getattr(options, f"balanced_pipeline_{name}_weight"))
         for name in ("embedding", "head")

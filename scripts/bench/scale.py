@@ -130,7 +130,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if kept is not None:
         found = _merged(json.loads(kept.read_text(encoding="utf-8")) if kept.exists() else {}, found)
         kept.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    if options.picture:
+    if options.picture and found.keys() != {PACK}:
         _draw(options.picture, found)
     return 0
 
@@ -288,7 +288,7 @@ def _batches(prefix: str, cache: str, batches: str) -> dict[str, float]:
     times = list(itertools.islice(_timed(stream, cost, grid, profile), int(batches)))
     return {
         "import_s": imported - started, "read_s": read - imported, "order_s": ordered - read,
-        "sample_s": sampled - ordered, "profile_s": profiled - sampled, "first_ms": sum(times[0].values()),
+        "sample_s": sampled - ordered, "profile_s": profiled - sampled,
         "step_ms": float(np.median([sum(each.values()) for each in times[1:]])), **_memory(),
     }  # fmt: skip
 

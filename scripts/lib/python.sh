@@ -75,3 +75,18 @@ install_project() {
     }
     printf '%s\n' "$wanted" >"$stamp"
 }
+
+# run_module ROOT MODULE ARGUMENTS...: `python -m MODULE` of ROOT's scripts/, in the caller's folder, with the environment ROOT/.venv,
+# which is made and filled before. Never returns.
+run_module() {
+    local root=$1 caller=$PWD
+    shift
+    cd "$root"
+    # megatron-core carries megatron.training, which these need, only for Python 3.12 and newer.
+    ensure_venv .venv 3.12
+    install_project .venv quickstart,trace
+    export PYTHONPATH="$root/scripts${PYTHONPATH:+:$PYTHONPATH}"
+    cd "$caller"
+    # `exec` makes Ctrl-C reach Python alone, which then stops what it has started.
+    exec "$root/.venv/bin/python" -m "$@"
+}

@@ -85,9 +85,9 @@ def _source_files(root: Path) -> Iterator[str]:
                 yield (Path(folder) / name).relative_to(root).as_posix()
 
 
-def corpus_key(documents: list[Document], vocabulary: int) -> str:
+def corpus_key(documents: list[Document], vocabulary: int, longest: int | None = None) -> str:
     """A name for what `build_corpus` makes of ``documents``: equal inputs, equal key."""
-    digest = hashlib.sha256(f"{_FORMAT} {vocabulary}".encode())
+    digest = hashlib.sha256(f"{_FORMAT} {vocabulary} {longest}".encode())
     for document in documents:
         for part in (document.name.encode(), document.text.encode()):
             digest.update(b"%d:" % len(part) + part)
@@ -95,23 +95,28 @@ def corpus_key(documents: list[Document], vocabulary: int) -> str:
 
 
 def build_corpus(
-    documents: list[Document], vocabulary: int, out: Path, progress: Callable[[str], None] = lambda text: None
+    documents: list[Document],
+    vocabulary: int,
+    out: Path,
+    progress: Callable[[str], None] = lambda text: None,
+    longest: int | None = None,
 ) -> tuple[Corpus, bool]:
     """Tokenize ``documents`` into a folder of ``out`` that is named after their content, unless it is there already.
 
     Token ids are below ``vocabulary``; the last one marks the end of a document, as Megatron's NullTokenizer has it.
     The folder appears at once and complete: a process killed on the way leaves only a temporary folder, which the next
-    call removes. ``out`` must belong to one process at a time.
+    call removes. ``out`` must belong to one process at a time. What has more than ``longest`` tokens becomes several
+    documents.
 
     Returns:
         The corpus, and whether it was built now.
     """
-    folder = out / f"corpus-{corpus_key(documents, vocabulary)}"
+    folder = out / f"corpus-{corpus_key(documents, vocabulary, longest)}"
     for remains in out.glob(".corpus-*"):
         shutil.rmtree(remains)
     if not folder.exists():
         temporary = Path(tempfile.mkdtemp(dir=out, prefix=".corpus-"))
-        _write_corpus(documents, vocabulary, temporary, progress)
+        _write_corpus(documents, vocabulary, temporary, progress, longest)
         temporary.chmod(0o755)
         for path in (*temporary.iterdir(), temporary):
             _sync(path)
@@ -133,26 +138,35 @@ def _sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def _write_corpus(documents: list[Document], vocabulary: int, folder: Path, progress: Callable[[str], None]) -> None:
+def _write_corpus(
+    documents: list[Document], vocabulary: int, folder: Path, progress: Callable[[str], None], longest: int | None
+) -> None:
     indexed_dataset = _indexed_dataset()
     texts = [document.text for document in documents]
     progress(f"training a tokenizer on {len(texts)} files")
     tokenizer = train_tokenizer(texts, vocabulary - 1)
     dtype = indexed_dataset.DType.optimal_dtype(vocabulary)
     builder = indexed_dataset.IndexedDatasetBuilder(str(folder / "tokens.bin"), dtype=dtype)
-    tokens = 0
+    lengths = []
     for start in range(0, len(texts), _BATCH):
         progress(f"tokenizing file {start} of {len(texts)}")
         for encoding in tokenizer.encode_batch(texts[start : start + _BATCH]):
-            ids = [*encoding.ids, vocabulary - 1]
-            builder.add_document(ids, [len(ids)])
-            tokens += len(ids)
+            for part in _cut(encoding.ids, longest):
+                ids = [*part, vocabulary - 1]
+                builder.add_document(ids, [len(ids)])
+                lengths.append(len(ids))
     builder.finalize(str(folder / "tokens.idx"))
     tokenizer.save(str(folder / "tokenizer.json"))
     text_bytes = sum(len(text.encode()) for text in texts)
-    corpus = asdict(Corpus(folder, len(texts), text_bytes, tokens, tokenizer.get_vocab_size()))
+    corpus = asdict(Corpus(folder, len(lengths), text_bytes, sum(lengths), tokenizer.get_vocab_size()))
     del corpus["folder"]
     (folder / "corpus.json").write_text(json.dumps(corpus))
+
+
+def _cut(ids: list[int], longest: int | None) -> list[list[int]]:
+    """Parts that are no longer than ``longest`` with the mark behind them."""
+    size = max(1, len(ids)) if longest is None else longest - 1
+    return [ids[start : start + size] for start in range(0, max(1, len(ids)), size)]
 
 
 def _indexed_dataset() -> ModuleType:

@@ -58,19 +58,24 @@ class LaunchFailed(Exception):
 
 @dataclass(frozen=True)
 class Job:
-    """What all launches of one quickstart share.
+    """What all launches of one comparison share.
 
     Attributes:
         size: of the model and the runs.
         device: "cpu" or "cuda".
         data: prefix of the indexed dataset.
         out: the folder for results.
+        costs: the file that the balanced split is planned on; None measures what layers and head cost.
+        from_scratch: whether each split begins with random weights, other ones on each of its stages, and not with those that
+            `start` saved.
     """
 
     size: Size
     device: str
     data: Path
     out: Path
+    costs: Path | None = None
+    from_scratch: bool = False
 
     @property
     def checkpoint(self) -> Path:
@@ -97,6 +102,10 @@ class Job:
         """Folder for what the ranks of launch ``name`` saw."""
         return self.turns / name
 
+    def trace(self, split: str) -> Path:
+        """Folder for the trace of the steps that count."""
+        return self.out / "traces" / split
+
     def start(self, name: str, progress: Callable[[str], None]) -> None:
         """Train one unsplit step and save the weights: the point from which all rounds start.
 
@@ -107,28 +116,34 @@ class Job:
         saving = ["--save", self.checkpoint, "--save-interval", 1, "--no-save-optim", "--no-save-rng"]
         run({self._log(name): self._command(name, 1, [*self._flags(), *batch, *saving])}, progress)
 
-    def compare(self, order: list[str], progress: Callable[[str], None], planned: Callable[[], None]) -> None:
-        """Train on two pipeline stages from the starting checkpoint, uniform and balanced in turns.
+    def compare(
+        self, order: list[str], progress: Callable[[str], None], planned: Callable[[], None] = lambda: None
+    ) -> None:
+        """Train on two pipeline stages, uniform and balanced in turns, or one of them alone.
 
         The balanced job follows when the uniform one waits for its turn: it measures what layers and head cost with the
         processors for itself, but beside a waiting job, as both then train. (A job waiting beside it slows a step by some per
         cent, the head most; it shares caches and memory.)
 
         Args:
-            order: the split that trains a step, for each turn; the balanced one begins.
+            order: the split that trains a step, for each turn.
             progress: told how far it is.
             planned: called when there is a plan, before a step is trained.
         """
         size = self.size
         batch = ["--global-batch-size", size.micro_batch * size.microbatches, "--train-iters", size.steps]
-        loading = ["--load", self.checkpoint, "--finetune", "--no-load-optim", "--no-load-rng"]
+        loading = [] if self.from_scratch else ["--load", self.checkpoint, "--finetune"]
+        loading += [] if self.from_scratch else ["--no-load-optim", "--no-load-rng"]
         flags = [*self._flags(), *batch, *loading, "--pipeline-model-parallel-size", 2]
-        ours = {UNIFORM: [], BALANCED: ["--balanced-pipeline", "--balanced-pipeline-plan", self.plan]}
-        commands = {self._log(split): self._command(split, 2, [*flags, *ours[split]], order) for split in ours}
+        commands = {
+            self._log(split): self._command(split, 2, [*flags, *self._traced(split), *ours], order)
+            for split, ours in {UNIFORM: [], BALANCED: self._balancing()}.items()
+            if split in order
+        }
         environment = {**ENVIRONMENT, "MEGATRON_BALANCE_CACHE": str(self.costs_cache)}
 
         uniform = Turns(self.turns, order, UNIFORM, rank=0, processes=2)
-        unsaid = [planned]
+        unsaid = [planned] if BALANCED in order else []
 
         def report(text: str) -> None:
             if unsaid and self.plan.exists():
@@ -136,6 +151,13 @@ class Job:
             progress("starting, measuring costs and planning" if unsaid else text)
 
         run(commands, report, environment, uniform.are_awaited)
+
+    def _balancing(self) -> list:
+        costs = ["--balanced-pipeline-costs", self.costs] if self.costs else []
+        return ["--balanced-pipeline", "--balanced-pipeline-plan", self.plan, *costs]
+
+    def _traced(self, split: str) -> list:
+        return traced(self.trace(split), self.size.warmup, self.size.steps)
 
     def _flags(self) -> list:
         size = self.size
@@ -158,13 +180,22 @@ class Job:
         return self.logs / f"{name}.log"
 
     def _command(self, name: str, processes: int, flags: list, order: list[str] | None = None) -> list[str]:
-        torchrun = [sys.executable, "-m", "quickstart.torchrun"]
-        # A free port and this machine's own address: other jobs, or a host name that does not resolve, do no harm.
-        rendezvous = ["--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", processes]
-        rendezvous += ["--monitor-interval", 2]  # looking after the ranks takes time from them: every 0.1 s by default
         turns = [name, ",".join(order)] if order else []
         target = ["-m", "quickstart.observed", self.observations(name), *turns, "--", "--device", self.device]
-        return [str(word) for word in (*torchrun, *rendezvous, *target, *flags)]
+        return [str(word) for word in (*torchrun(processes), *target, *flags)]
+
+
+def torchrun(processes: int) -> list:
+    """The command in front of what each of the processes on this machine runs."""
+    # A free port and this machine's own address: other jobs, or a host name that does not resolve, do no harm.
+    rendezvous = ["--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", processes]
+    # Looking after the ranks takes time from them: every 0.1 s by default.
+    return [sys.executable, "-m", "quickstart.torchrun", *rendezvous, "--monitor-interval", 2]
+
+
+def traced(folder: Path, warmup: int, steps: int) -> list:
+    """Flags that record the steps between the first ``warmup`` of ``steps`` and the last one."""
+    return ["--straggler-trace", folder, "--straggler-trace-steps", f"{warmup + 1}:{steps}"]
 
 
 def run(
@@ -205,10 +236,10 @@ def run(
         raise LaunchFailed(
             f"This launch ended before the others could follow. Its whole output: {next(iter(processes))}"
         )
-    for log, process in processes.items():
-        if process.returncode > 0:
+    for log, status in zip(processes, statuses, strict=True):  # as it was before the others were stopped
+        if status:
             end = end_of_log(log.read_text(errors="replace"))
-            raise LaunchFailed(f"{end}\n\nThis launch failed with status {process.returncode}. Its whole output: {log}")
+            raise LaunchFailed(f"{end}\n\nThis launch failed with status {status}. Its whole output: {log}")
 
 
 def _start(command: list[str], log: Path, environment: dict[str, str]) -> subprocess.Popen:

@@ -6,13 +6,12 @@ turns it trains a step only when the turn is its JOB's.
 
 from __future__ import annotations
 
-import atexit
 import os
 import sys
 from pathlib import Path
 
 from megatron_balance.processes import die_with_parent
-from quickstart.turns import Turns
+from quickstart.turns import take_turns
 
 _TOPOLOGY = "/sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
 
@@ -33,19 +32,10 @@ def main(argv: list[str]) -> None:
 
 def _observe(folder: Path, turns: list[str]) -> None:
     from megatron_balance.megatron.observer import observe
-    from megatron_balance.megatron.registry import Hook, registry
 
     observe(folder)
-    if not turns:
-        return
-    job, order = turns
-    rank, processes = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    taking = Turns(folder.parent, order.split(","), job, rank, processes)
-    atexit.register(taking.end)
-    # Outside the observer's hook: waiting is no part of a step.
-    registry.apply(
-        Hook("megatron.training.training", "train_step", "taking turns", "waits for its turn", taking.around)
-    )
+    if turns:
+        take_turns(folder.parent, *turns)
 
 
 def pin(local_rank: int, processes: int) -> None:

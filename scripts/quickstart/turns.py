@@ -6,6 +6,8 @@ whole launches do not. So the jobs that are compared are started together, and w
 
 from __future__ import annotations
 
+import atexit
+import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -13,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 _POLL_S = 0.005
+_TRAINING = "megatron.training.training"
+_PURPOSE = "taking turns"
 
 
 @dataclass
@@ -70,3 +74,32 @@ class Turns:
     def _word(self, word: int | str, rank: int) -> Path:
         """A turn's, by its number, or a job's."""
         return self.folder / (f"{word}-{rank}" if isinstance(word, int) else f"{self.job}-{word}-{rank}")
+
+
+def take_turns(folder: Path, job: str, order: str) -> None:
+    """Have this rank of ``job`` train a step when the turn is the job's; ``order`` names the jobs, with commas between.
+
+    The hook is put in place when training begins, behind all those of the job, and so around them: waiting is no part of a
+    step, neither of an observed nor of a recorded one.
+    """
+    from megatron_balance.megatron.recorder.recorder import leave_out
+    from megatron_balance.megatron.registry import Hook, registry
+
+    taking = Turns(folder, order.split(","), job, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
+    atexit.register(taking.end)
+
+    def around_step(train_step: Callable[..., Any]) -> Callable[..., Any]:
+        def step(*args: Any, **kwargs: Any) -> Any:
+            leave_out()  # a recorded step begins where the one before it ended, which was before the wait
+            return train_step(*args, **kwargs)
+
+        return taking.around(step)
+
+    def around_train(train: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            registry.apply(Hook(_TRAINING, "train_step", _PURPOSE, "waits for its turn", around_step))
+            return train(*args, **kwargs)
+
+        return run
+
+    registry.apply(Hook(_TRAINING, "train", _PURPOSE, "begins to take turns", around_train))

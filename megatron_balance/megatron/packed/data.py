@@ -104,7 +104,8 @@ def planner_of(split: Split) -> Planner:
     args, stream = get_args(), stream_of(split)
     if split == Split.train:
         planner = Planner(stream, cursors.start(args, stream), _train_size(), placing())
-        stored_layout.cursor_to_store[:] = [lambda: planner.cursor(args.consumed_train_samples).to_json()]
+        # The arguments as they are then: an in-process restart parses them anew.
+        stored_layout.cursor_to_store[:] = [lambda: planner.cursor(get_args().consumed_train_samples).to_json()]
         return planner
     size = getattr(args, "eval_micro_batch_size", None) or args.micro_batch_size
     planner = Planner(stream, (0, stream.start), _eval_size(args), placing().for_evaluation(size))

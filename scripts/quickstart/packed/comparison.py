@@ -9,8 +9,9 @@ from pathlib import Path
 from rich.table import Table
 
 from megatron_balance.megatron.measuring.launch import measure
-from quickstart.packed.figures import Gain, Median, Predictor, read_side
+from quickstart.packed.figures import Gain, Median, Predictor, labels, read_side
 from quickstart.packed.jobs import PACKED, STOCK, Launcher
+from quickstart.proof import Proof
 
 ROWS = (
     "model, vocabulary",
@@ -75,52 +76,43 @@ class Summary:
     """The quickstart's packed round; ``summary.json`` holds these fields. Speed-ups are of labels learned a second.
 
     Attributes:
-        stock_step_s, packed_step_s: medians.
-        stock_waiting, packed_waiting: simulated steps over steps in which no rank ever waits.
-        predicted_speedup, measured_speedup: medians of pairs of neighbouring steps.
+        stock_step_s, packed_step_s: means, as steps differ in their documents.
+        predicted_speedup: by what the diagnosis of the stock job promises of the step, and the labels that both learned.
+        measured_speedup: in all steps together.
         prediction_over_measured: the one over the other.
-        pairs: that count.
+        pairs: steps of each side that count.
     """
 
     stock_step_s: float
     packed_step_s: float
-    stock_waiting: float
-    packed_waiting: float
     predicted_speedup: float
     measured_speedup: float
     prediction_over_measured: float
     pairs: int
 
     @classmethod
-    def of(cls, gain: Gain) -> Summary:
-        stock_s, packed_s = (Median.of(side.step_s).value for side in (gain.stock, gain.packed))
-        return cls(
-            stock_s,
-            packed_s,
-            gain.stock.waiting,
-            gain.packed.waiting,
-            gain.predicted,
-            gain.measured.value,
-            gain.predicted / gain.measured.value,
-            gain.case.pairs,
+    def of(cls, launcher: Launcher, proof: Proof) -> Summary:
+        stock, packed = (int(labels(launcher.seen / side, launcher.case).sum()) for side in (STOCK, PACKED))
+        stock_s, packed_s = (
+            float(report.diagnosis.slowdown.recorded_s.mean()) for report in (proof.before, proof.after)
         )
+        predicted, measured = (ratio * packed / stock for ratio in (proof.predicted, proof.measured))
+        return cls(stock_s, packed_s, predicted, measured, predicted / measured, launcher.case.pairs)
 
 
 def table(summary: Summary) -> Table:
     """The result for a person."""
-    result = Table(title="Long and short documents, on two pipeline stages", title_style="bold", title_justify="left")
+    result = Table(title="Long and short documents, on two ranks", title_style="bold", title_justify="left")
     result.add_column("")
     result.add_column("chopped (stock)", justify="right")
     result.add_column("packed", justify="right", style="green")
-    waiting = (summary.stock_waiting, summary.packed_waiting)
-    result.add_row("step over one in which no stage waits, simulated", *(f"{one:.2f}" for one in waiting))
-    result.add_row("step time, measured (median)", f"{summary.stock_step_s:.3f} s", f"{summary.packed_step_s:.3f} s")
+    result.add_row(
+        f"step time, measured (mean of {summary.pairs})",
+        f"{summary.stock_step_s:.3f} s",
+        f"{summary.packed_step_s:.3f} s",
+    )
     result.add_section()
     result.add_row("tokens learned a second, predicted", "1", f"{summary.predicted_speedup:.3f}")
-    result.add_row(
-        f"tokens learned a second, measured (median of {summary.pairs} pairs)",
-        "1",
-        f"[bold]{summary.measured_speedup:.3f}[/bold]",
-    )
+    result.add_row("tokens learned a second, measured", "1", f"[bold]{summary.measured_speedup:.3f}[/bold]")
     result.add_row("  prediction over measurement", "", f"{summary.prediction_over_measured:.3f}")
     return result

@@ -69,7 +69,7 @@ class Overhead:
             Median.of(ours / theirs),
             Median.of((loader + ours) / theirs),
             float(np.median(ours)),
-            max(step["loss_difference"] for step in steps),
+            float(np.max([step["loss_difference"] for step in steps])),
         )
 
 
@@ -135,19 +135,26 @@ class Predictor:
 def read_side(folder: Path, case: Case, predictor: Predictor) -> Side:
     """What all ranks of a job saw."""
     _, steps = read_run(folder)
-    ranks = [
-        json.loads((folder / f"batches-{rank}.json").read_text()) for rank in range(case.data)
-    ]  # of the first stage
-    counted = slice(WARMUP, WARMUP + case.pairs)
-    fed = list(zip(*ranks, strict=True))[counted]
+    fed = _fed(folder, case)
     simulated = np.array([predictor.step([rank["sequences"] for rank in step]) for step in fed])
     return Side(
-        np.array([step.duration_s for step in steps[counted]]),
+        np.array([step.duration_s for step in steps[WARMUP : WARMUP + case.pairs]]),
         simulated[:, 0],
         simulated[:, 1],
-        np.array([sum(rank["labels"] for rank in step) for step in fed]),
+        labels(folder, case),
         np.array([max(rank["loader_s"] for rank in step) for step in fed]),
     )
+
+
+def labels(folder: Path, case: Case) -> np.ndarray:
+    """Labels that all ranks learned from in each step that counts, shape [steps]."""
+    return np.array([sum(rank["labels"] for rank in step) for step in _fed(folder, case)])
+
+
+def _fed(folder: Path, case: Case) -> list[tuple[dict, ...]]:
+    """What the ranks of the first stage were fed in each step that counts."""
+    ranks = [json.loads((folder / f"batches-{rank}.json").read_text()) for rank in range(case.data)]
+    return list(zip(*ranks, strict=True))[WARMUP : WARMUP + case.pairs]
 
 
 @dataclass(frozen=True, eq=False)

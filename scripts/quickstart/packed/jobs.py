@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import ast
 import math
-import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatron_balance.packing.cost import FIXED, VARIABLE
 from megatron_balance.topology import Topology
 from quickstart.corpus import Corpus, Document, build_corpus, read_documents, standard_library
-from quickstart.launch import ENVIRONMENT, run
+from quickstart.launch import ENVIRONMENT, run, torchrun, traced
 from quickstart.turns import Turns
 
 OBSERVED = Path(__file__).with_name("observed.py")
 STOCK, PACKED, PADDED = "stock", "packed", "padded"  # padded: packed, with fixed shapes
-FILES, DEFINITIONS, MIXED = "files", "definitions", "mixed"
+FILES, DEFINITIONS, MIXED, CHAPTERS = "files", "definitions", "mixed", "chapters"
 _LONG = 60_000  # bytes of a file, about 20,000 tokens
+_CHAPTERS_BYTES = 2.2  # of a token of a vocabulary of 512
+_SHARES = {DEFINITIONS: 0.0, MIXED: 1.0, CHAPTERS: 0.2}  # of long files in the text, at most
 # One more pair of steps than counts, at either end: the first allocates, and beside the last the other job is ending.
 WARMUP = 1
 
@@ -37,13 +38,17 @@ class Case:
     Attributes:
         name: for the table.
         documents: `FILES`, a source file each; `DEFINITIONS`, a function or class of a file's top level each; `MIXED`, long files
-            whole, of others the functions and classes: as where books are trained on beside short texts.
+            whole, of others the functions and classes: as where books are trained on beside short texts; `CHAPTERS`, the same
+            with the long ones cut, and only as many of them as make a share of the text.
         sequence: tokens of a bin.
         pipeline, data: PP and DP.
         microbatches: of a step.
         pairs: steps of each side that count.
+        workers: processes of a rank that load batches (``--num-workers``; Megatron's default is 2); 0 loads within the step.
         layers, hidden, heads, vocabulary: of the model. Its head takes about as long as a layer: in a pipeline of two the
             second stage has a layer less.
+        ffn: width of the MLPs; None for four times the hidden one.
+        longest: tokens of a document at most: longer ones are cut into several; None for as they are.
     """
 
     name: str
@@ -53,10 +58,13 @@ class Case:
     data: int
     microbatches: int
     pairs: int
+    workers: int = 0
     layers: int = 5
     hidden: int = 64
     heads: int = 1
     vocabulary: int = 2048
+    ffn: int | None = None
+    longest: int | None = None
 
     @property
     def processes(self) -> int:
@@ -78,13 +86,14 @@ class Case:
         length, batch = self.sequence, self.data * self.microbatches
         split = ("--pipeline-model-parallel-layout", "Ettt|ttL") if self.pipeline == 2 else ()
         words = [
+            *(("--ffn-hidden-size", self.ffn) if self.ffn else ()),
             *("--num-layers", self.layers, "--hidden-size", self.hidden, "--num-attention-heads", self.heads),
             *("--seq-length", length, "--max-position-embeddings", length, "--untie-embeddings-and-output-weights"),
             *("--attention-dropout", 0, "--hidden-dropout", 0, "--calculate-per-token-loss"),
             *("--micro-batch-size", 1, "--global-batch-size", batch, "--train-iters", self.steps),
             *("--lr", 3e-4, "--lr-decay-style", "constant", "--pipeline-model-parallel-size", self.pipeline, *split),
             *("--transformer-impl", "local", "--no-gradient-accumulation-fusion", "--no-persist-layer-norm"),
-            *("--tokenizer-type", "NullTokenizer", "--vocab-size", self.vocabulary, "--num-workers", 0),
+            *("--tokenizer-type", "NullTokenizer", "--vocab-size", self.vocabulary, "--num-workers", self.workers),
             *("--log-interval", 1, "--eval-iters", 0, "--eval-interval", 1000, *_OF_SIDE[side]),
         ]
         return [str(word) for word in words]
@@ -92,19 +101,32 @@ class Case:
 
 @dataclass(frozen=True)
 class Launcher:
-    """Starts the jobs of a case; everything they write is in ``out``."""
+    """Starts the jobs of a case; everything they write is in ``out``.
+
+    Attributes:
+        case: what they train.
+        out: a folder that is there.
+        script: a checkout's pretrain_gpt.py; None for our own.
+        device: "cpu" or "cuda".
+        records: whether they record a trace each.
+    """
 
     case: Case
     out: Path
     script: str | None = None
     device: str = "cpu"
+    records: bool = False
+
+    def trace(self, side: str) -> Path:
+        """Folder for the trace of the steps that count, where they are recorded."""
+        return self.out / "traces" / side
 
     @property
     def seen(self) -> Path:
         return self.out / "seen"
 
     def compare(self, data: Path, order: Sequence[str], progress: Callable[[str], None]) -> None:
-        """Train both sides, a step each in the turns of ``order``, every rank on a core of its own.
+        """Train the sides in ``order``, a step each in their turns, every rank on a core of its own.
 
         Raises:
             LaunchFailed: a job ended with an error.
@@ -112,7 +134,8 @@ class Launcher:
         commands = {}
         for side in dict.fromkeys(order):
             turns = ["--turns", side, ",".join(order)]
-            commands[self._log(side)] = self._command(self.seen / side, turns, self._with_data(side, data))
+            flags = [*self._with_data(side, data), *self._traced(side)]
+            commands[self._log(side)] = self._command(self.seen / side, turns, flags)
         first = Turns(self.seen, order, order[0], rank=0, processes=self.case.processes)
         run(commands, progress, follows=first.are_awaited)
 
@@ -133,14 +156,16 @@ class Launcher:
             *("--data-cache-path", str(self.out / "data-cache")),
         ]  # fmt: skip
 
+    def _traced(self, side: str) -> list[str]:
+        return [str(word) for word in traced(self.trace(side), WARMUP, self.case.steps)] if self.records else []
+
     def _log(self, name: str) -> Path:
         return self.out / f"{name}.log"
 
     def _command(self, folder: Path, how: Sequence[str], flags: Sequence[str]) -> list[str]:
-        torchrun = [sys.executable, "-m", "quickstart.torchrun", "--standalone", "--local-addr", "127.0.0.1"]
-        torchrun += ["--monitor-interval", "2", "--nproc-per-node", str(self.case.processes)]
         script = [self.script] if self.script else []
-        return [*torchrun, str(OBSERVED), str(folder), *how, "--", "--device", self.device, *script, *flags]
+        target = [OBSERVED, folder, *how, "--", "--device", self.device, *script, *flags]
+        return [str(word) for word in (*torchrun(self.case.processes), *target)]
 
 
 def environment(paths: Sequence[Path]) -> dict[str, str]:
@@ -149,16 +174,35 @@ def environment(paths: Sequence[Path]) -> dict[str, str]:
 
 
 def corpus(case: Case, tokens: int, out: Path, progress: Callable[[str], None]) -> Corpus:
-    """The standard library's source text, at least ``tokens`` tokens where it has them, in documents as ``case`` wants them."""
+    """The standard library's source text, about ``tokens`` tokens where it has them, in documents as ``case`` wants them."""
     documents = read_documents(standard_library(), tokens * 4)
     if case.documents != FILES:
-        longest = _LONG if case.documents == MIXED else math.inf
-        documents = [
-            part
-            for document in documents
-            for part in ([document] if len(document.text) >= longest else _definitions(document))
-        ]
-    return build_corpus(documents, case.vocabulary, out, progress)[0]
+        parts = _parts(documents, math.inf if case.documents == DEFINITIONS else _LONG, _SHARES[case.documents])
+        documents = list(_up_to(parts, tokens * _CHAPTERS_BYTES) if case.documents == CHAPTERS else parts)
+    return build_corpus(documents, case.vocabulary, out, progress, case.longest)[0]
+
+
+def _up_to(documents: Iterable[Document], limit_bytes: float) -> Iterator[Document]:
+    size = 0
+    for document in documents:
+        if size >= limit_bytes:
+            return
+        size += len(document.text)
+        yield document
+
+
+def _parts(documents: list[Document], long: float, share: float) -> Iterator[Document]:
+    """Documents of ``long`` bytes and more, passed over where they would be more than ``share`` of all; the parts of others."""
+    whole_bytes = parts_bytes = 0
+    for document in documents:
+        size = len(document.text)
+        if size < long:
+            parts = _definitions(document)
+            parts_bytes += sum(len(part.text) for part in parts)
+            yield from parts
+        elif whole_bytes + size <= share * (whole_bytes + size + parts_bytes):
+            whole_bytes += size
+            yield document
 
 
 def _definitions(document: Document) -> list[Document]:

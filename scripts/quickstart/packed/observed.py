@@ -19,7 +19,7 @@ from typing import Any
 
 from megatron_balance.processes import die_with_parent
 from quickstart.observed import pin
-from quickstart.turns import Turns
+from quickstart.turns import take_turns
 
 _TRAINING = "megatron.training.training"
 _PURPOSE = "comparing packed training"
@@ -30,7 +30,8 @@ def main(argv: list[str]) -> None:
     split = argv.index("--")
     (folder, how, *turns), arguments = argv[:split], argv[split + 1 :]
     die_with_parent()
-    pin(int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"]))
+    if arguments[:2] == ["--device", "cpu"]:
+        pin(int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"]))
     # Late: OpenMP looks at the cores when torch is loaded.
     from megatron_balance import run
 
@@ -56,11 +57,8 @@ def _observe(folder: Path, how: str, turns: list[str]) -> None:
     registry.apply(
         Hook("megatron.core.rerun_state_machine", "RerunDataIterator.__next__", _PURPOSE, "times", batches.around_next)
     )
-    job, order = turns
-    taking = Turns(folder.parent, order.split(","), job, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
-    registry.apply(Hook(_TRAINING, "train_step", _PURPOSE, "waits for its turn", taking.around))
     atexit.register(_write, folder, lambda: batches.steps)
-    atexit.register(taking.end)
+    take_turns(folder.parent, *turns)
 
 
 def _write(folder: Path, steps: Callable[[], list[dict[str, Any]]]) -> None:

@@ -1,0 +1,46 @@
+"""The costs that a plan is told to stand on: a costs file, or the trace of a recorded job."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megatron_balance.costs.table import CostTable, load_fitting, shapes_of
+from megatron_balance.errors import BalanceError
+from megatron_balance.model import ModelSpec
+from megatron_balance.topology import Topology
+
+
+def given_costs(source: str, model: ModelSpec, topology: Topology) -> CostTable:
+    """The costs in ``source``, for this model.
+
+    Args:
+        source: a costs file, a trace's ``.parquet`` file, or the folder of one.
+        model: that they are for; those of a trace hold for whatever they do not name.
+        topology: of the job that is planned.
+
+    Raises:
+        BalanceError: nothing can be read there, it is of other shapes, or the trace does not tell what a layer costs.
+    """
+    if not (Path(source).is_dir() or source.endswith(".parquet")):
+        return load_fitting(source, model, topology)
+    table = recorded_costs(source)
+    table.check_fits(shapes_of(model, topology), f"the trace {source}")
+    return table
+
+
+def recorded_costs(path: str) -> CostTable:
+    """What layers and head cost in a recorded job.
+
+    Raises:
+        BalanceError: there is no trace, or it does not tell.
+    """
+    from megatron_balance.diagnosis.diagnose import recorded_split  # reads parquet, which no other plan needs
+    from megatron_balance.diagnosis.reading import read_trace
+
+    trace = read_trace(path)
+    if trace.job.layers is None:
+        raise BalanceError(
+            f"the trace {path} does not tell how many layers each stage holds: name them with `megatron-balance diagnose {path}"
+            " --layers 9,9,9,9 --costs costs.json`, then plan on costs.json"
+        )
+    return recorded_split(trace, trace.job.layers).table()

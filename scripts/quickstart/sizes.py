@@ -1,0 +1,59 @@
+"""The models and batches that are trained, on two CPU cores and on two GPUs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from quickstart.launch import Size
+from quickstart.packed.jobs import CHAPTERS, Case
+
+CORPUS_BYTES = 12_000_000  # enough for a tokenizer to learn 64k entries
+
+# Layers, head and embedding such that the split pays on any CPU: the head is as much as 10 to 20 of these layers, more
+# on a machine that is quick to start small operations, and all layers in one stage are a good answer in that range.
+CPU = Size(
+    layers=16,
+    hidden=256,
+    heads=4,
+    vocabulary=65536,
+    sequence=128,
+    micro_batch=2,
+    microbatches=8,
+    warmup=1,
+    pairs=16,
+)
+# GPUs need wider layers and more tokens before arithmetic, not launching kernels, takes the time.
+GPU = replace(CPU, hidden=1024, heads=16, sequence=1024, micro_batch=4, microbatches=16, warmup=5, pairs=50)
+
+# Few and narrow layers, a small vocabulary and long documents, so that attention takes the time. A bin of many documents on each
+# of two ranks: chance deals them unequal shares of long ones, and packing can deal equal ones.
+PACKED_CPU = Case(
+    "packed",
+    CHAPTERS,
+    sequence=16384,
+    pipeline=1,
+    data=2,
+    microbatches=1,
+    pairs=16,
+    layers=2,
+    heads=4,
+    vocabulary=512,
+    ffn=64,
+    longest=6144,
+)
+PACKED_GPU = replace(PACKED_CPU, layers=4, hidden=512, heads=8, pairs=30)
+
+
+def split_size(device: str) -> Size:
+    """What the two splits are compared on."""
+    return GPU if device == "cuda" else CPU
+
+
+def packed_case(device: str) -> Case:
+    """What chopped and packed documents are compared on."""
+    return PACKED_GPU if device == "cuda" else PACKED_CPU
+
+
+def packed_tokens(case: Case) -> int:
+    """Tokens that all steps of a side train on: both sides then see nearly the same documents, once each."""
+    return case.steps * case.data * case.microbatches * case.sequence

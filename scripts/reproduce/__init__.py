@@ -1,0 +1,1 @@
+"""A failure from a clean seed: reproduced with stock Megatron, diagnosed, mended, and diagnosed again."""

@@ -1,0 +1,113 @@
+"""The failures that are reproduced: on which text, and how a job that has one is trained, alone or in turns with a mended one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from quickstart.corpus import build_corpus, read_documents, standard_library
+from quickstart.launch import Job
+from quickstart.packed.comparison import order_of_turns
+from quickstart.packed.jobs import PACKED, STOCK, Launcher, corpus
+from quickstart.report import BALANCED, UNIFORM, order_of_rounds
+from quickstart.session import Progress
+from quickstart.sizes import CORPUS_BYTES, packed_case, packed_tokens, split_size
+
+from megatron_balance.diagnosis.result import SEQUENCE_LENGTHS, STAGE_SPLIT
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training.
+
+    Attributes:
+        folder: for all that it writes; not there yet.
+        data: prefix of the indexed dataset.
+        device: "cpu" or "cuda".
+        pairs: steps of each job that count.
+        mends: whether a mended job trains in turns with the stock one.
+        costs: the costs file that the diagnosis wrote.
+    """
+
+    folder: Path
+    data: Path
+    device: str
+    pairs: int
+    mends: bool
+    costs: Path
+
+
+@dataclass(frozen=True)
+class Failure:
+    """One failure.
+
+    Attributes:
+        cause: as the diagnosis names it.
+        job: the stock job that has it.
+        fix: the flags that mend it.
+        text: makes the dataset in a folder, for a device and so many steps in turns that count; returns its prefix.
+        train: trains; returns the traces, first the stock job's.
+        pairs, quick_pairs: steps that count, of the stock job alone, and of each job in turns.
+    """
+
+    cause: str
+    job: str
+    fix: str
+    text: Callable[[Path, str, int, Progress], Path]
+    train: Callable[[Run, Progress], tuple[Path, ...]]
+    pairs: tuple[int, int]
+    quick_pairs: tuple[int, int]
+
+    @property
+    def takes_costs(self) -> bool:
+        """Whether the fix stands on costs that the diagnosis finds."""
+        return "costs" in self.fix
+
+
+def _text_of_files(out: Path, device: str, pairs: int, progress: Progress) -> Path:
+    documents = read_documents(standard_library(), CORPUS_BYTES)
+    return build_corpus(documents, split_size(device).vocabulary, out, progress)[0].prefix
+
+
+def _train_split(run: Run, progress: Progress) -> tuple[Path, ...]:
+    size = replace(split_size(run.device), pairs=run.pairs)
+    job = Job(size, run.device, run.data, run.folder, run.costs, from_scratch=True)
+    job.logs.mkdir(parents=True)
+    job.compare(order_of_rounds(size.steps) if run.mends else [UNIFORM] * size.steps, progress)
+    return tuple(job.trace(split) for split in (UNIFORM, BALANCED)[: 1 + run.mends])
+
+
+def _text_of_chapters(out: Path, device: str, pairs: int, progress: Progress) -> Path:
+    case = packed_case(device).with_pairs(pairs)
+    return corpus(case, packed_tokens(case), out, progress).prefix
+
+
+def _train_lengths(run: Run, progress: Progress) -> tuple[Path, ...]:
+    case = packed_case(run.device).with_pairs(run.pairs)
+    launcher = Launcher(case, run.folder, device=run.device, records=True)
+    launcher.out.mkdir()
+    launcher.compare(run.data, order_of_turns(case.steps) if run.mends else [STOCK] * case.steps, progress)
+    return tuple(launcher.trace(side) for side in (STOCK, PACKED)[: 1 + run.mends])
+
+
+FAILURES = {
+    "stage": Failure(
+        STAGE_SPLIT,
+        "uniform split, large vocabulary, two pipeline stages",
+        "--balanced-pipeline --balanced-pipeline-costs costs.json",
+        _text_of_files,
+        _train_split,
+        pairs=(6, 10),
+        quick_pairs=(3, 4),
+    ),
+    "length": Failure(
+        SEQUENCE_LENGTHS,
+        "long and short documents, chopped, two data-parallel ranks",
+        "--varlen-packing",
+        _text_of_chapters,
+        _train_lengths,
+        pairs=(12, 24),  # steps differ in their documents
+        quick_pairs=(8, 12),
+    ),
+}
