@@ -60,14 +60,18 @@ def test_the_line_in_the_log_says_what_diagnose_says_of_these_steps(tmp_path, pr
     assert read.steps.tolist() == list(range(5, 15))
     (line,) = re.findall("^megatron-balance: iteration 14: (.*)", run.output, re.MULTILINE)
     last, head, layers, saving = re.match(
-        r"last stage ([\d.]+)x the mean; head = ([\d.]+) layers; \(([\d,]+)\) would save (\d+) %, memory aside", line
+        r"last stage ([\d.]+)x the mean; head = ([\d.]+) layers(?:; \(([\d,]+)\) would save (\d+) %, memory aside)?",
+        line,
     ).groups()
     split = recorded_split(read, read.job.layers)
     busy_s, costs, best = split.signals.typical_s.sum(axis=0), split.costs, proposals(split)[FREE]
     assert float(last) == pytest.approx(busy_s[-1] / busy_s.mean(), abs=0.006)
     assert float(head) == pytest.approx(costs.head.total_s / costs.mean_layer.total_s, abs=0.06)
-    assert layers == ",".join(map(str, best))
-    assert float(saving) == pytest.approx(100 * (1 - split.step_with_s(best) / split.step_s), abs=1.0)
+    gain = 1 - split.step_with_s(best) / split.step_s
+    if layers is None:  # on a machine where the layers happened to take as long as the head
+        assert gain < 0.02
+    else:
+        assert layers == ",".join(map(str, best)) and float(saving) == pytest.approx(100 * gain, abs=1.0)
 
 
 FAULTY = """
