@@ -6,6 +6,7 @@ most of what a small run takes. Results go to FOLDER/result.json.
 
 from __future__ import annotations
 
+import atexit
 import gc
 import json
 import os
@@ -133,6 +134,7 @@ def _become(trial: Trial, rank: int, port: int, script: Path, folder: Path) -> N
 
         traceback.print_exc()
     finally:
+        atexit._run_exitfuncs()  # end what was started, as the processes that write checkpoints
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)  # the ends of interpreter and parent's frames are not this process's
