@@ -205,6 +205,32 @@ def test_operations_in_turn():
     assert replay.steps_with_s(seconds) == pytest.approx(Replay(expected).recorded_step_s, abs=1e-9)
 
 
+def test_sends_ahead_of_their_receivers():
+    """The second micro-batch arrives long before its receiver comes for it, and its sender has gone on."""
+    ranks = (
+        [("step-begin", 1.0), (FORWARD, 2.0), ("forward-send", 2.1), (FORWARD, 3.1), ("forward-send", 3.2),
+         ("backward-recv", 6.4), (BACKWARD, 7.4), ("backward-recv", 10.52), (BACKWARD, 11.52), ("step-end", 12.52)],
+        [("step-begin", 1.0), ("forward-recv", 2.2), (FORWARD, 4.2), (BACKWARD, 6.2), ("backward-send", 6.3),
+         ("forward-recv", 6.32), (FORWARD, 8.32), (BACKWARD, 10.32), ("backward-send", 10.42), ("step-end", 12.52)],
+    )  # fmt: skip
+    rows = []
+    for rank, turn in enumerate(ranks):
+        ends = [end_s for _, end_s in turn]
+        for at, ((name, end_s), start_s) in enumerate(zip(turn, [0.0, *ends], strict=False)):
+            which = [each for each, _ in turn[:at]].count(name) if name in (FORWARD, BACKWARD) else -1
+            rows.append((name, rank, which, start_s, end_s))
+    names, rank, which, start_s, end_s = (np.array(column) for column in zip(*rows, strict=True))
+    kinds = tuple(dict.fromkeys(names.tolist()))
+    kind, nothing = np.array([kinds.index(name) for name in names]), np.zeros_like(rank)
+    job = Job("made", Topology(2, 2), 2, in_turn=True, sends_ahead=True)
+    chunk = np.where(which >= 0, 0, -1)
+    replay = Replay(Trace(job, kind, kinds, nothing, nothing, rank, chunk, which, start_s, end_s))
+    assert replay.moments().end_s == pytest.approx(replay.end_s)
+    passes = np.isin(np.array(kinds)[replay.nodes.kind], (FORWARD, BACKWARD)) & (replay.nodes.stage == 1)
+    faster = np.where(passes[:, None], replay.actual_s / 2, replay.actual_s)
+    assert replay.steps_with_s(faster) == pytest.approx([8.52])
+
+
 def test_a_pause_is_within_an_operation_of_those_in_turn():
     trace = turns(np.ones((3, 2, 2, 4)))
     begin = trace.kinds.index("step-begin")

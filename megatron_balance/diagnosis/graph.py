@@ -11,8 +11,10 @@ transfers, data parallelism's exchanges. Across them
 - after the last pass the rest of the step runs in turn.
 
 Our recorder notes one stream a rank, that which computes: there each operation waits for the one before it, and nothing of the
-above holds but that a transfer's ends are matched by their passes. What is transferred within its combined passes is part of
-them, with the waiting, so that with these the ranks' passes do not wait for one another.
+above holds but that a transfer's ends are matched by their passes. A step begins when the last rank has ended the one before:
+what a rank does of it until then takes no time. Where transfers overlap computation, a send does not wait for its receiver. What
+is transferred within combined passes is part of them, with the waiting, so that with these the ranks' passes do not wait for one
+another.
 
 Both ends of a transfer, and all ranks of a collective, start moving data when the last of them has started.
 
@@ -29,6 +31,7 @@ import numpy as np
 
 from megatron_balance.diagnosis.trace import (
     BACKWARD,
+    BEGIN,
     CLIP,
     COMBINED,
     EMBEDDING,
@@ -47,7 +50,7 @@ from megatron_balance.errors import BalanceError
 from megatron_balance.schedule.order import schedule_order
 from megatron_balance.topology import Topology
 
-SYNCHRONISED = (GATHER, SCATTER, SEPARATE, CLIP, FINISH)  # over all data-parallel ranks
+SYNCHRONISED = (GATHER, SCATTER, SEPARATE, CLIP, BEGIN, FINISH)  # over all data-parallel ranks
 TAIL = (
     PAUSE,
     LAYERNORM,
@@ -95,12 +98,14 @@ class Group:
         waits: for each member the nodes that end before it starts.
         transfers: whether the members wait for one another.
         all_lanes: whether they wait for those of all data-parallel ranks.
+        sent: nodes without whose beginning nothing is moved, though the members do not hold them up.
     """
 
     members: tuple[int, ...]
     waits: tuple[tuple[int, ...], ...]
     transfers: bool
     all_lanes: bool
+    sent: tuple[int, ...] = ()
 
 
 def calls_of(nodes: Nodes, stages: int, start_s: np.ndarray, end_s: np.ndarray) -> list[list[tuple[int, ...]]]:
@@ -129,7 +134,12 @@ def calls_of(nodes: Nodes, stages: int, start_s: np.ndarray, end_s: np.ndarray) 
 
 
 def groups_of(
-    nodes: Nodes, topology: Topology, start_s: np.ndarray, end_s: np.ndarray, in_turn: bool = False
+    nodes: Nodes,
+    topology: Topology,
+    start_s: np.ndarray,
+    end_s: np.ndarray,
+    in_turn: bool = False,
+    sends_ahead: bool = False,
 ) -> tuple[Group, ...]:
     """All operations of a step, each after what it waits for.
 
@@ -138,13 +148,13 @@ def groups_of(
         topology: sizes of the pipeline.
         start_s, end_s: of each operation in one recorded cell, shape [nodes]. The ranks' passes are taken in this order; where
             that has a circle, as damaged clocks make it, in that of Megatron's schedule.
-        in_turn: whether a rank's operations run one after the other (``Job.in_turn``).
+        in_turn, sends_ahead: as in ``Job``.
 
     Raises:
         BalanceError: the operations wait for one another in a circle.
     """
     recorded = [_passes(nodes, stage, start_s) for stage in range(topology.pipeline_size)]
-    groups = _Builder(nodes, topology, start_s, end_s, recorded, in_turn).groups()
+    groups = _Builder(nodes, topology, start_s, end_s, recorded, in_turn, sends_ahead).groups()
     if groups is None and not in_turn:
         groups = _Builder(nodes, topology, start_s, end_s, _scheduled(nodes, topology)).groups()
     if groups is None:
@@ -207,12 +217,14 @@ class _Builder:
         end_s: np.ndarray,
         passes: list[list[int]],
         in_turn: bool = False,
+        sends_ahead: bool = False,
     ) -> None:
         self.nodes, self.topology, self.passes = nodes, topology, passes
         self.start_s, self.end_s = start_s, end_s
         self.behind = _behind(topology) if COMBINED in nodes.kinds else {}
         self.waits: list[list[int]] = [[] for _ in range(nodes.kind.size)]
         self.partners: list[list[int]] = []
+        self.sends_ahead, self.sent = sends_ahead, {}
         self.transfers: dict[tuple[str, int, int, int], int] = {}
         is_merged = in_turn and COMBINED in nodes.kinds
         for stage in range(topology.pipeline_size):
@@ -330,7 +342,10 @@ class _Builder:
                 continue
             send = self.transfers.get((way, "send", source, microbatch))
             receive = self.transfers.get((way, "recv", stage, microbatch))
-            if send is not None and receive is not None:
+            if send is not None and receive is not None and self.sends_ahead:
+                self.waits[receive] += self.waits[send]
+                self.sent[receive] = send
+            elif send is not None and receive is not None:
                 self.partners.append([send, receive])
             elif receive is not None:
                 self.waits[receive].append(sender)
@@ -390,7 +405,7 @@ class _Builder:
 
     def _meet(self) -> None:
         """Collectives over pipeline ranks."""
-        for name in (EMBEDDING, CLIP, FINISH):
+        for name in (EMBEDDING, CLIP, BEGIN, FINISH):
             if name not in self.nodes.kinds:
                 continue
             mine = np.flatnonzero(self.nodes.kind == self.nodes.kinds.index(name))
@@ -427,4 +442,5 @@ class _Builder:
     def _group(self, members: list[int]) -> Group:
         name = self._kind(members[0])
         waits = tuple(tuple(dict.fromkeys(self.waits[node])) for node in members)
-        return Group(tuple(members), waits, is_exchange(name), name in SYNCHRONISED)
+        sent = tuple(self.sent[node] for node in members if node in self.sent)
+        return Group(tuple(members), waits, is_exchange(name), name in SYNCHRONISED, sent)

@@ -39,7 +39,7 @@ _META = {  # key of the YAML file: field of Topology
     "dsp_size": "context_size",
     "dp_size": "data_size",
 }
-_OF_JOB = ("name", "world_size", "layers", "in_turn", "shapes")  # described, but no field of Topology
+_OF_JOB = ("name", "world_size", "layers", "in_turn", "sends_ahead", "shapes")  # described, but no field of Topology
 _PART = re.compile(r"\.\d{4,}(?=\.parquet$)")
 _MOST_RANKS = 1 << 22
 _MOST_TOKENS = 1 << 31  # of a micro-batch
@@ -244,7 +244,7 @@ def _from_recorder(stored: bytes, path: Path) -> dict[str, Any]:
     described["name"] = str(values.get("name") or path.name)
     if values.get("world_size") is not None:
         described["world_size"] = _size(values["world_size"], "world_size", path)
-    described["in_turn"] = values.get("in_turn") is True
+    described |= {name: values.get(name) is True for name in ("in_turn", "sends_ahead")}
     try:
         described["shapes"] = reading.scalars(values.get("shapes", {}), "shapes")
     except reading.DamageError as error:
@@ -456,12 +456,8 @@ def _job(
             f"layers are given for {len(layers)} stages, but the job has {topology.num_stages}: they are not used"
         )
         layers = None
-    name, in_turn, shapes = (
-        described.get("name", path.stem),
-        described.get("in_turn", False),
-        described.get("shapes", {}),
-    )
-    return Job(name, topology, world, layers, in_turn, shapes)
+    known = {name: described[name] for name in ("in_turn", "sends_ahead", "shapes") if name in described}
+    return Job(described.get("name", path.stem), topology, world, layers, **known)
 
 
 def _sequences(table: pyarrow.Table, kept: np.ndarray | slice, trace: Trace) -> Sequences | None:

@@ -18,6 +18,7 @@ import numpy as np
 from megatron_balance.diagnosis.cells import Cells, cells_of
 from megatron_balance.diagnosis.graph import Group, Nodes, calls_of, groups_of, is_exchange
 from megatron_balance.diagnosis.trace import (
+    BEGIN,
     CLIP,
     EMBEDDING,
     FINISH,
@@ -85,7 +86,7 @@ class Replay:
         self.nodes = Nodes(kinds=kinds, **labels)
         self.start_s, self.end_s = start_s, end_s
         cell = start_s[0, :, 0], end_s[0, :, 0]
-        self.groups = groups_of(self.nodes, trace.job.topology, *cell, in_turn)
+        self.groups = groups_of(self.nodes, trace.job.topology, *cell, in_turn, trace.job.sends_ahead)
         turns = calls_of(self.nodes, stages, *cell) if in_turn else []
         self._calls = [call for calls in turns for call in calls if len(call) > 1]
 
@@ -94,12 +95,15 @@ class Replay:
         begin_s, exchanges = self.start_s.copy(), [group for group in self.groups if group.transfers]
         for group in exchanges:
             members = list(group.members)
-            last_s = self.start_s[:, members].max(axis=1, keepdims=True)
+            last_s = self.start_s[:, [*members, *group.sent]].max(axis=1, keepdims=True)
             begin_s[:, members] = last_s.max(axis=2, keepdims=True) if group.all_lanes else last_s
         for call in self._calls:
             begin_s[:, call] = begin_s[:, call].max(axis=1, keepdims=True)
         seconds = self.end_s - begin_s
         moved = [member for group in exchanges for member in group.members]
+        moved = np.array(moved, dtype=np.int64)[
+            ~self.is_operation(BEGIN)[moved]
+        ]  # a rank may be far ahead of the others
         seconds[:, moved] = np.where(seconds[:, moved] <= _EARLIEST_S, 0.0, seconds[:, moved])
         return seconds
 
@@ -109,7 +113,8 @@ class Replay:
         trace = self.trace
         if not trace.job.in_turn:
             return np.where(self.is_operation(PAUSE)[:, None], self.actual_s, 0.0)
-        own = np.array([not is_exchange(name) for name in self.nodes.kinds], dtype=bool)[self.nodes.kind]
+        own = [name == BEGIN or not is_exchange(name) for name in self.nodes.kinds]
+        own = np.array(own, dtype=bool)[self.nodes.kind]
         paused = np.zeros_like(self.start_s)
         for row in np.flatnonzero(trace.kind == trace.kinds.index(PAUSE)) if PAUSE in trace.kinds else ():
             step, lane = np.searchsorted(self.steps, trace.step[row]), np.searchsorted(self.lanes, trace.dp_rank[row])
@@ -132,7 +137,15 @@ class Replay:
     @property
     def recorded_step_s(self) -> np.ndarray:
         """Seconds of each step as recorded, shape [steps]."""
-        return self.end_s.max(axis=(1, 2)) - self.start_s.min(axis=(1, 2))
+        return self.end_s.max(axis=(1, 2)) - self.began_s
+
+    @cached_property
+    def began_s(self) -> np.ndarray:
+        """Where each step begins, on the trace's clock; in turn, where the last rank has ended the step before. [steps]"""
+        begins = self.is_operation(BEGIN)
+        if not (self.trace.job.in_turn and begins.any()):
+            return self.start_s.min(axis=(1, 2))
+        return self.start_s[:, begins].max(axis=(1, 2))
 
     def operations(self) -> tuple[str, ...]:
         """Kinds of operations as the slowdowns name them: both ends of a transfer are one."""

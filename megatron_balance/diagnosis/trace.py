@@ -38,6 +38,8 @@ class Job:
         layers: transformer layers of each stage; stage ``chunk * PP + rank`` is a rank's chunk. None where it is not known.
         in_turn: whether the operations of a rank run one after the other, each from the end of the one before, and clocks are
             those of one rank: our recorder notes what the stream that computes does. Published traces note several streams.
+        sends_ahead: with ``in_turn``, whether a rank that sends goes on without waiting for the receiver (Megatron's
+            ``--overlap-p2p-communication``, which interleaved schedules have by default).
         shapes: of the model, by name, as a costs file has them (``holds_for``); empty where they are not known.
     """
 
@@ -46,6 +48,7 @@ class Job:
     world_size: int
     layers: tuple[int, ...] | None = None
     in_turn: bool = False
+    sends_ahead: bool = False
     shapes: Mapping[str, Scalar] = field(default_factory=dict)
 
 

@@ -49,7 +49,7 @@ CASES = {  # what is asked, model, flags, ranks, steps
     "replay-DP2-PP2-on-2-cores-large": ("replay", LARGE, PP2, 4, 30),
 }
 MICROBATCHES = {"overhead": 4, "replay": 8}  # of a step: few make what is done once a step weigh more
-OVERHEAD, REPLAY, INTERVAL, WARMUP = 0.01, 0.03, 100, 8
+OVERHEAD, REPLAY, INTERVAL, WARMUP = 0.01, 0.03, 40, 8
 COMMON = (
     "--max-position-embeddings 512 --micro-batch-size 1 --lr 1e-3 --lr-decay-style constant --mock-data --split 98,1,1"
     " --tokenizer-type NullTokenizer --vocab-size 1023 --num-workers 0 --eval-iters 0 --eval-interval 100000"

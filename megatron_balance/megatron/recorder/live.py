@@ -127,6 +127,13 @@ class Live:
         self._clear()
         store.set(f"live/speaks/{rank}", str(int(speaks)))
 
+    def prepare(self) -> None:
+        """Load what the first interval needs, before the first step rather than after it: a second, on the ranks that hear."""
+        if self.hears and self.topology.num_stages > 1:
+            stages = Stages(np.ones(2), np.ones(2), (2, 2), 8.0, np.ones(1), 0.0)
+            split = _sought(chain := chain_of(np.ones((2, 2)), (2, 2)), (2, 2), Topology(2, 2))
+            _saving(chain, stages, split, Topology(2, 2))
+
     def _clear(self) -> None:
         self._passes: dict[tuple[int, int], list[float]] = defaultdict(list)
         self._step_s: list[float] = []

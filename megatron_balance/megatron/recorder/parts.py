@@ -56,6 +56,8 @@ class Parts:
             job: what all files say of the job, as JSON under the key ``megatron_balance`` of their schemas.
             here: what this rank's says beside, under ``megatron_balance_rank``.
         """
+        import pyarrow.parquet  # noqa: F401  the first import takes a while: not after a step
+
         self.folder, self.rank, self.same = folder, rank, dict(same)
         self.metadata = {METADATA_KEY: json.dumps(job).encode(), RANK_METADATA: json.dumps(here).encode()}
         self.bytes = 0

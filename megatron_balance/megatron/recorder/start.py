@@ -85,6 +85,7 @@ def _start(recorder: Recorder, model: Sequence[Any], optimizer: Any) -> None:
     job = {
         "format": FORMAT,
         "in_turn": True,
+        "sends_ahead": bool(getattr(args, "overlap_p2p_comm", False)),
         "name": getattr(args, "wandb_exp_name", "") or "training",
         "topology": asdict(recorder.topology),
         "world_size": world_size,
@@ -99,6 +100,7 @@ def _start(recorder: Recorder, model: Sequence[Any], optimizer: Any) -> None:
     layers = [len(chunk["layers"]) for chunk in chunks]
     speaks = tp_rank == 0 and cp_rank == 0
     recorder.live = Live(store, rank, world_size, (dp_rank, stage), layers, recorder.topology, speaks)
+    recorder.live.prepare()
     hooks.listen_to_sequences(recorder, model)
     hooks.listen_to_optimizer(recorder, optimizer)
 
