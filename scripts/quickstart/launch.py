@@ -132,9 +132,9 @@ class Job:
         """
         size = self.size
         batch = ["--global-batch-size", size.micro_batch * size.microbatches, "--train-iters", size.steps]
-        loading = [] if self.from_scratch else ["--load", self.checkpoint, "--finetune"]
-        loading += [] if self.from_scratch else ["--no-load-optim", "--no-load-rng"]
-        flags = [*self._flags(), *batch, *loading, "--pipeline-model-parallel-size", 2]
+        loading = ["--load", self.checkpoint, "--finetune", "--no-load-optim", "--no-load-rng"]
+        start = [] if self.from_scratch else loading
+        flags = [*self._flags(), *batch, *start, "--pipeline-model-parallel-size", 2]
         commands = {
             self._log(split): self._command(split, 2, [*flags, *self._traced(split), *ours], order)
             for split, ours in {UNIFORM: [], BALANCED: self._balancing()}.items()

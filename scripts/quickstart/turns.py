@@ -85,6 +85,7 @@ def take_turns(folder: Path, job: str, order: str) -> None:
     from megatron_balance.megatron.recorder.recorder import leave_out
     from megatron_balance.megatron.registry import Hook, registry
 
+    folder.mkdir(parents=True, exist_ok=True)
     taking = Turns(folder, order.split(","), job, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
     atexit.register(taking.end)
 

@@ -19,6 +19,7 @@ OBSERVED = Path(__file__).with_name("observed.py")
 STOCK, PACKED, PADDED = "stock", "packed", "padded"  # padded: packed, with fixed shapes
 FILES, DEFINITIONS, MIXED, CHAPTERS = "files", "definitions", "mixed", "chapters"
 _LONG = 60_000  # bytes of a file, about 20,000 tokens
+_ENOUGH_BYTES = 20_000_000  # to choose from
 _CHAPTERS_BYTES = 2.2  # of a token of a vocabulary of 512
 _SHARES = {DEFINITIONS: 0.0, MIXED: 1.0, CHAPTERS: 0.2}  # of long files in the text, at most
 # One more pair of steps than counts, at either end: the first allocates, and beside the last the other job is ending.
@@ -175,7 +176,8 @@ def environment(paths: Sequence[Path]) -> dict[str, str]:
 
 def corpus(case: Case, tokens: int, out: Path, progress: Callable[[str], None]) -> Corpus:
     """The standard library's source text, about ``tokens`` tokens where it has them, in documents as ``case`` wants them."""
-    documents = read_documents(standard_library(), tokens * 4)
+    enough = _ENOUGH_BYTES if case.documents == CHAPTERS else tokens * 4
+    documents = read_documents(standard_library(), enough)
     if case.documents != FILES:
         parts = _parts(documents, math.inf if case.documents == DEFINITIONS else _LONG, _SHARES[case.documents])
         documents = list(_up_to(parts, tokens * _CHAPTERS_BYTES) if case.documents == CHAPTERS else parts)
