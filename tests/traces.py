@@ -363,7 +363,7 @@ def table_of(trace: Trace, rows: np.ndarray | slice = slice(None), described: bo
         "mb_id": trace.microbatch[rows],
     }
     job = {"name": trace.job.name, "world_size": trace.job.world_size, "topology": asdict(trace.job.topology)}
-    job |= {"in_turn": trace.job.in_turn, "shapes": trace.job.shapes}
+    job |= {name: getattr(trace.job, name) for name in ("in_turn", "sends_ahead", "shapes")}
     if trace.job.layers is not None:
         chunks = np.reshape(trace.job.layers, (-1, trace.job.topology.pipeline_size)).T.tolist()
         job["stages"] = [[{"layers": [*range(layers)]} for layers in of_rank] for of_rank in chunks]
