@@ -30,6 +30,7 @@ from megatron_balance.diagnosis.trace import (
     SEPARATE,
     TRANSFERS,
 )
+from megatron_balance.megatron.chunks import first_tensor
 from megatron_balance.megatron.recorder.common_clock import CommonClock
 from megatron_balance.megatron.recorder.live import Live
 from megatron_balance.megatron.recorder.marks import Marks
@@ -144,7 +145,7 @@ class Recorder:
     def begin_pass(self, output: Any = None) -> None:
         """A pass begins; a backward pass with the ``output`` that a forward pass gave."""
         self.in_pass, self._seen = True, None
-        behind = (0, -1) if output is None else self._forwarded.pop(id(_first(output)), (0, -1))
+        behind = (0, -1) if output is None else self._forwarded.pop(id(first_tensor(output)), (0, -1))
         self._pass = (self.marks.mark(), *behind)
 
     @never_stops_training
@@ -168,7 +169,7 @@ class Recorder:
             microbatch = sum(done[0] in (FORWARD, COMBINED) and done[1] == chunk for done in self._step.operations)
         self._step.operations.append((kind, chunk, microbatch, self._pass[0], self.marks.mark()))
         self.in_pass = False
-        self._forwarded[id(_first(result[0]))] = chunk, microbatch
+        self._forwarded[id(first_tensor(result[0]))] = chunk, microbatch
         if self._seen is not None:
             self._step.sequences[chunk, microbatch] = self._seen
 
@@ -379,13 +380,6 @@ def _sizes(seen: Any, row_tokens: int) -> tuple[int, int | None, int | None]:
     lengths = seen if isinstance(seen, list) else seen.flatten().diff().tolist()
     lengths = [length for length in lengths if length > 0]  # bounds may be filled up with the last one
     return sum(lengths), max(lengths, default=0), sum(length**2 for length in lengths)
-
-
-def _first(tensors: Any) -> Any:
-    """The tensor, or the first of nested lists of them: Megatron passes either."""
-    while isinstance(tensors, list | tuple) and tensors:
-        tensors = tensors[0]
-    return tensors
 
 
 def _warn(text: str) -> None:

@@ -17,6 +17,7 @@ from megatron_balance.diagnosis.trace import EMBEDDING
 from megatron_balance.errors import BalanceError
 from megatron_balance.megatron import agreement
 from megatron_balance.megatron.arguments import topology_of
+from megatron_balance.megatron.chunks import contents
 from megatron_balance.megatron.measuring.software import version
 from megatron_balance.megatron.packed.chosen_shapes import more_of
 from megatron_balance.megatron.recorder import hooks
@@ -69,7 +70,7 @@ def _start(recorder: Recorder, model: Sequence[Any], optimizer: Any) -> None:
     # A resumed job may be further in a ramp-up of its batch size than one that begins.
     recorder.topology = replace(recorder.topology, num_microbatches=_microbatches(args))
     store = dist.HashStore() if args.world_size == 1 else agreement.store()
-    chunks = [built(chunk) for chunk in model]
+    chunks = [contents(chunk) for chunk in model]
     dp_rank, stage = mpu.get_data_parallel_rank(), mpu.get_pipeline_model_parallel_rank()
     tp_rank, cp_rank = mpu.get_tensor_model_parallel_rank(), mpu.get_context_parallel_rank()
     rank, world_size = global_rank(), args.world_size
@@ -111,15 +112,3 @@ def _shapes(args: Any, topology: Topology) -> dict[str, Scalar]:
         return shapes_of(ModelSpec.from_arguments(vars(args)), topology)
     except BalanceError:
         return {}
-
-
-def built(chunk: Any) -> dict[str, Any]:
-    """What a model chunk consists of: numbers of its layers in the model, from 1, and whether it has embedding and head."""
-    while hasattr(chunk, "module"):  # data-parallel and precision wrappers
-        chunk = chunk.module
-    layers = getattr(getattr(chunk, "decoder", None), "layers", ())
-    return {
-        "layers": [layer.layer_number for layer in layers],
-        "embedding": hasattr(chunk, "embedding"),
-        "head": hasattr(chunk, "output_layer"),
-    }
