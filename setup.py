@@ -44,8 +44,16 @@ setup(
         "chat": ["jinja2>=3.1", "transformers>=4.44"],  # --varlen-packing with --sft
         "timeline": ["matplotlib>=3.8"],
         "bench": ["datasets>=3.0", "nemo_toolkit>=2.0", "trl>=1.0", "verl>=0.9"],  # packers of others, to compare with
+        "matrix": ["pydantic>=2.0", "regex", "six"],  # what checkouts of older Megatrons import
         "quickstart": ["matplotlib>=3.8", "tokenizers>=0.19"],
-        "test": ["hypothesis>=6.100", "jinja2>=3.1", "pytest>=8.0", "ruff>=0.6", "transformers>=4.44"],
+        "test": [
+            "hypothesis>=6.100",
+            "jinja2>=3.1",
+            "pytest>=8.0",
+            "pytest-xdist>=3.6",
+            "ruff>=0.6",
+            "transformers>=4.44",
+        ],
     },
     entry_points={"console_scripts": ["megatron-balance = megatron_balance.cli:main"]},
 )

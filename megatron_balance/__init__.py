@@ -1,5 +1,6 @@
 """Megatron Balance: pipeline stages of equal cost for Megatron-LM, without a fork."""
 
+__all__ = ["__version__", "enable"]
 __version__ = "0.1.0.dev0"
 
 

@@ -28,7 +28,10 @@ source scripts/lib/python.sh
 ensure_venv .venv 3.12
 install_project .venv quickstart,test,trace "megatron-core==0.19.*"
 .venv/bin/python -m ruff check .
-.venv/bin/python -m pytest "$@"
+.venv/bin/python -m ruff format --check .
+# A training run leaves a core idle for most of its start. A file's tests share checkpoints and runs.
+at_once=(--numprocesses logical --maxprocesses 4 --dist loadfile)
+.venv/bin/python -m pytest "${at_once[@]}" "$@"
 
 unset MEGATRON_BALANCE_PYTHON  # if set, it names the newer one
 if ! older=$(find_python 3.11 3.12 || find_python 3.10 3.11); then
@@ -38,4 +41,4 @@ if ! older=$(find_python 3.11 3.12 || find_python 3.10 3.11); then
 fi
 MEGATRON_BALANCE_PYTHON=$older ensure_venv .venv-older 3.10 3.12
 install_project .venv-older test "megatron-core==0.16.1"
-.venv-older/bin/python -m pytest -m "not training" "$@"
+.venv-older/bin/python -m pytest "${at_once[@]}" -m "not training" "$@"

@@ -1,11 +1,14 @@
-"""Start real training runs for tests: torchrun, processes of their own, losses from the returned tensors."""
+"""Start real training runs for tests: processes of their own, losses from the returned tensors."""
 
 from __future__ import annotations
 
+import functools
 import json
 import os
+import signal
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,12 +52,15 @@ class Run:
         raise AssertionError(f"no rank saw a loss:\n{self.output[-3000:]}")
 
 
+FORKS, TORCHRUN, ALONE = "forks", "torchrun", "alone"
+
+
 def launch(
     folder: Path,
     arguments: list[str],
     processes: int = 1,
     script: str | None = None,
-    torchrun: bool = True,
+    by: str = FORKS,
     environment: dict[str, str] | None = None,
     timeout_s: float = 300,
     kill_when: str | None = None,
@@ -66,18 +72,47 @@ def launch(
         folder: for the observations; made when absent.
         processes: one rank each, on this machine.
         script: a checkout's pretrain_gpt.py; None for our own.
-        torchrun: False starts a single plain process, as a dry run does.
+        by: ``torchrun``; ``forks`` of a process that has imported Megatron already, or torchrun where these will not do, as with
+            another script; or ``alone``, a single plain process, as a dry run is.
+        environment: variables beyond this process's.
         kill_when: once the output holds this, all processes are killed as by kill -9.
         driver: what is started on each rank.
     """
     seen = folder / "seen"
-    starter = [sys.executable]
-    if torchrun:
-        starter += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-    command = [*starter, str(driver), str(seen), "--device", "cpu", *([script] if script else []), *arguments]
+    given = [str(seen), "--device", "cpu", *([script] if script else []), *arguments]
     variables = {**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})}
     folder.mkdir(parents=True, exist_ok=True)
     log = folder / "output.log"
+    log.write_bytes(b"")
+    if by == FORKS and script is None and environment is None and kill_when is None:
+        status = _starter().run(driver, given, processes, folder, log, variables, timeout_s)
+    else:
+        status = _started(by, [str(driver), *given], processes, folder, log, variables, timeout_s, kill_when)
+    output = log.read_text(errors="replace")
+    ranks = {
+        seen_by["rank"]: seen_by for path in seen.glob("rank-*.json") for seen_by in [json.loads(path.read_text())]
+    }
+    return Run(status, output, ranks, folder)
+
+
+def dry_run(folder: Path, arguments: list[str], world_size: int = 2, **options) -> Run:
+    """Plan for ``world_size`` processes in a single one; ``options`` are `launch`'s."""
+    return launch(folder, [*arguments, f"--balanced-pipeline-dry-run={world_size}"], by=ALONE, **options)
+
+
+def _started(
+    by: str,
+    words: list[str],
+    processes: int,
+    folder: Path,
+    log: Path,
+    variables: dict[str, str],
+    timeout_s: float,
+    kill_when: str | None,
+) -> int:
+    """Exit status of processes of their own."""
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+    command = [sys.executable, *([] if by == ALONE else torchrun), *words]
     with log.open("w") as output:
         process = subprocess.Popen(
             command, stdout=output, stderr=subprocess.STDOUT, env=variables, cwd=folder, start_new_session=True
@@ -86,16 +121,48 @@ def launch(
         _wait(process, log, timeout_s, kill_when)
     finally:
         _kill(process)
-    output = log.read_text(errors="replace")
-    ranks = {
-        seen_by["rank"]: seen_by for path in seen.glob("rank-*.json") for seen_by in [json.loads(path.read_text())]
-    }
-    return Run(process.returncode, output, ranks, folder)
+    return process.returncode
 
 
-def dry_run(folder: Path, arguments: list[str], world_size: int = 2, **options) -> Run:
-    """Plan for ``world_size`` processes in a single one; ``options`` are `launch`'s."""
-    return launch(folder, [*arguments, f"--balanced-pipeline-dry-run={world_size}"], torchrun=False, **options)
+class _Starter:
+    """The process of `forked.py`, and its launches."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, str(Path(__file__).with_name("forked.py")), str(os.getpid())],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+            text=True,
+        )
+
+    def run(
+        self,
+        driver: Path,
+        arguments: list[str],
+        processes: int,
+        folder: Path,
+        log: Path,
+        variables: dict[str, str],
+        timeout_s: float,
+    ) -> int:
+        """Exit status of a launch; all its processes are ended when this returns."""
+        paths = {"driver": str(driver), "folder": str(folder), "log": str(log)}
+        job = {**paths, "arguments": arguments, "processes": processes, "variables": variables}
+        self._process.stdin.write(f"{json.dumps(job)}\n")
+        self._process.stdin.flush()
+        leader = int(self._process.stdout.readline())
+        late = threading.Timer(timeout_s, os.killpg, (leader, signal.SIGKILL))
+        late.start()
+        try:
+            return int(self._process.stdout.readline())
+        finally:
+            late.cancel()
+
+
+@functools.cache
+def _starter() -> _Starter:
+    return _Starter()
 
 
 def _wait(process: subprocess.Popen, log: Path, timeout_s: float, kill_when: str | None) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
-from traces import made_trace, public_folder, table_of, write_ranks, write_trace
+from traces import made_trace, public_folder, table_of, turns, write_ranks, write_trace
 
 from megatron_balance.diagnosis.reading import LENGTHS, read_trace
-from megatron_balance.diagnosis.trace import Trace
+from megatron_balance.diagnosis.replay import Replay
+from megatron_balance.diagnosis.trace import Job, Trace
 from megatron_balance.diagnosis.whatif import slowdown_of
 from megatron_balance.errors import BalanceError
 from megatron_balance.topology import Topology
@@ -186,6 +189,66 @@ def test_skewed_clocks_are_set_right(trace, expected, tmp_path):
     assert slowdown_of(read).slowdown == pytest.approx(expected, rel=1e-9)
     with pytest.raises(BalanceError, match="data-parallel rank 1 on pipeline rank 1 are 3600 s away"):
         read_trace(changed(trace, tmp_path / "job.parquet", start_ts=trace.start_s + 3600.0 * skewed))
+
+
+def test_a_ramp_up_is_read_where_it_is_longest(tmp_path):
+    parts = [turns(np.ones((steps, 2, 2, count))) for steps, count in ((2, 2), (4, 4), (3, 5))]
+    tables = []
+    for part, before in zip(parts, (0, 2, 6), strict=True):
+        later = replace(part, step=part.step + before, job=parts[0].job)
+        tables.append(table_of(later))
+    parquet.write_table(pyarrow.concat_tables(tables), tmp_path / "job.parquet")
+    read = read_trace(tmp_path / "job.parquet")
+    assert read.steps.tolist() == [2, 3, 4, 5] and read.job.topology.num_microbatches == 4
+    assert "grow from 2 to 5: what is said is of steps 2 to 5, which have 4; the other 5 steps" in read.problems[0]
+    assert slowdown_of(read).actual_s == pytest.approx(Replay(parts[1]).recorded_step_s)
+
+
+def test_clocks_that_the_recorder_compared_are_left_alone(tmp_path):
+    """What a rank does alone after the reduction takes longer on the second, which is no clock's error."""
+    trace = turns(np.ones((3, 2, 2, 4)))
+    clips = (trace.kind == trace.kinds.index("optimizer-clip-main-grad")) & (trace.pp_rank == 1)
+    finishes = (trace.kind == trace.kinds.index("step-end")) & (trace.pp_rank == 1)
+    longer = replace(trace, start_s=trace.start_s + 2.0 * finishes, end_s=trace.end_s + 2.0 * (clips | finishes))
+    read = read_trace(write_trace(longer, tmp_path / "job.parquet"))
+    assert read.problems == () and read.end_s == pytest.approx(longer.end_s)
+    other = longer.pp_rank == 1
+    away = replace(longer, start_s=longer.start_s + 4000.0 * other, end_s=longer.end_s + 4000.0 * other)
+    with pytest.raises(BalanceError, match="the files are of two runs"):
+        read_trace(write_trace(away, tmp_path / "job.parquet"))
+
+
+def test_passes_that_run_as_one_are_read_with_what_they_wait_for(tmp_path):
+    """Two interleaved ranks; transfers within merged passes are not told, those before and after them are."""
+    kinds = (
+        "step-begin",
+        "forward-compute",
+        "forward-send",
+        "forward-backward-compute",
+        "backward-compute",
+        "step-end",
+    )
+    rows = [(0, -1, -1), (1, 0, 0), (2, -1, -1), (3, 0, 1), (3, 1, 0), (3, 1, 1), (4, 1, 1), (5, -1, -1)]
+    kind, chunk, microbatch = (np.tile(column, 4) for column in np.array(rows).T)
+    ranks, steps = np.tile(np.repeat([0, 1], len(rows)), 2), np.repeat([0, 1], 2 * len(rows))
+    start_s = np.tile(np.arange(len(rows), dtype=float), 4) + 100.0 * steps
+    job = Job("made", Topology(2, 2, 2, overlap_moe=True), 2, in_turn=True)
+    lane = np.zeros_like(ranks)
+    made = Trace(job, kind, kinds, steps, lane, ranks, chunk, microbatch, start_s, start_s + 1.0)
+    read = read_trace(write_trace(made, tmp_path / "job.parquet"))
+    assert read.problems == (
+        "forward and backward passes run as one (MoE overlap): what passes wait for is part of them",
+    )
+    assert Replay(read).steps_with_s(Replay(read).actual_s).tolist() == [8.0, 8.0]
+
+
+def test_a_rank_whose_recorder_gave_up_early(tmp_path):
+    trace = turns(np.ones((9, 2, 2, 4)))
+    rows = (trace.pp_rank == 0) | (trace.step < 2)
+    parquet.write_table(table_of(trace, rows), tmp_path / "job.parquet")
+    read = read_trace(tmp_path / "job.parquet")
+    assert read.steps.tolist() == [0, 1]
+    assert "7 of 9 steps (2, 3, 4 and 4 more) have nothing of pipeline rank 1, and are left out" in read.problems
 
 
 def test_one_step(trace, tmp_path):

@@ -7,10 +7,24 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from traces import is_kind, levelled, made_step_s, made_trace, paused, public_folder, public_trace, replayed, slowed
+from traces import (
+    is_kind,
+    levelled,
+    made_step_s,
+    made_trace,
+    paused,
+    public_folder,
+    public_trace,
+    replayed,
+    slowed,
+    turns,
+)
 
+from megatron_balance.diagnosis.causes import Causes
 from megatron_balance.diagnosis.cells import take
 from megatron_balance.diagnosis.replay import Replay
+from megatron_balance.diagnosis.result import GARBAGE
+from megatron_balance.diagnosis.signals import signals_of
 from megatron_balance.diagnosis.trace import BACKWARD, COMBINED, FORWARD, TRANSFERS, Job, Trace
 from megatron_balance.diagnosis.whatif import slowdown_of
 from megatron_balance.schedule.order import schedule_order
@@ -173,6 +187,61 @@ def _with_idle_transfers(trace: Trace, names: np.ndarray, first: bool) -> Trace:
     is_transfer = np.isin(np.array(trace.kinds)[kind], TRANSFERS)
     chunk, microbatch = (np.where(is_transfer, -1, values) for values in (longer.chunk, longer.microbatch))
     return replace(longer, kind=kind, start_s=start_s, end_s=end_s, chunk=chunk, microbatch=microbatch)
+
+
+def test_operations_in_turn():
+    """A rank that sends is held up until the other comes, and two transfers of one call end together."""
+    random = np.random.default_rng(5)
+    recorded_s, other_s = random.uniform(0.5, 1.5, (2, 3, 2, 2, 5))
+    trace, expected = turns(recorded_s), turns(other_s)
+    replay = Replay(trace)
+    began_s = 100.0 * np.arange(3)[:, None, None] + 1.0
+    moments = replay.moments()
+    assert moments.start_s == pytest.approx(replay.start_s - began_s, abs=1e-9)
+    assert moments.end_s == pytest.approx(replay.end_s - began_s, abs=1e-9)
+    moved = np.array([name in TRANSFERS for name in replay.nodes.kinds])[replay.nodes.kind]
+    assert replay.actual_s[:, moved] == pytest.approx(np.full((3, int(moved.sum()), 1), 0.25))
+    seconds = np.where(moved[:, None], replay.actual_s, Replay(expected).actual_s)
+    assert replay.steps_with_s(seconds) == pytest.approx(Replay(expected).recorded_step_s, abs=1e-9)
+
+
+def test_sends_ahead_of_their_receivers():
+    """The second micro-batch arrives long before its receiver comes for it, and its sender has gone on."""
+    ranks = (
+        [("step-begin", 1.0), (FORWARD, 2.0), ("forward-send", 2.1), (FORWARD, 3.1), ("forward-send", 3.2),
+         ("backward-recv", 6.4), (BACKWARD, 7.4), ("backward-recv", 10.52), (BACKWARD, 11.52), ("step-end", 12.52)],
+        [("step-begin", 1.0), ("forward-recv", 2.2), (FORWARD, 4.2), (BACKWARD, 6.2), ("backward-send", 6.3),
+         ("forward-recv", 6.32), (FORWARD, 8.32), (BACKWARD, 10.32), ("backward-send", 10.42), ("step-end", 12.52)],
+    )  # fmt: skip
+    rows = []
+    for rank, turn in enumerate(ranks):
+        ends = [end_s for _, end_s in turn]
+        for at, ((name, end_s), start_s) in enumerate(zip(turn, [0.0, *ends], strict=False)):
+            which = [each for each, _ in turn[:at]].count(name) if name in (FORWARD, BACKWARD) else -1
+            rows.append((name, rank, which, start_s, end_s))
+    names, rank, which, start_s, end_s = (np.array(column) for column in zip(*rows, strict=True))
+    kinds = tuple(dict.fromkeys(names.tolist()))
+    kind, nothing = np.array([kinds.index(name) for name in names]), np.zeros_like(rank)
+    job = Job("made", Topology(2, 2), 2, in_turn=True, sends_ahead=True)
+    chunk = np.where(which >= 0, 0, -1)
+    replay = Replay(Trace(job, kind, kinds, nothing, nothing, rank, chunk, which, start_s, end_s))
+    assert replay.moments().end_s == pytest.approx(replay.end_s)
+    passes = np.isin(np.array(kinds)[replay.nodes.kind], (FORWARD, BACKWARD)) & (replay.nodes.stage == 1)
+    faster = np.where(passes[:, None], replay.actual_s / 2, replay.actual_s)
+    assert replay.steps_with_s(faster) == pytest.approx([8.52])
+
+
+def test_a_pause_is_within_an_operation_of_those_in_turn():
+    trace = turns(np.ones((3, 2, 2, 4)))
+    begin = trace.kinds.index("step-begin")
+    row = np.flatnonzero((trace.kind == begin) & (trace.pp_rank == 1))[1]
+    names = ("step", "dp_rank", "pp_rank", "chunk", "microbatch", "start_s", "end_s")
+    more = {name: np.append(getattr(trace, name), getattr(trace, name)[row]) for name in names}
+    paused = replace(trace, kinds=(*trace.kinds, "gc"), kind=np.append(trace.kind, len(trace.kinds)), **more)
+    replay = Replay(paused)
+    assert replay.paused_s.sum() == pytest.approx(0.5)
+    assert Causes(replay, signals_of(replay)).extra_s(GARBAGE).sum() == pytest.approx(0.5)
+    assert replay.steps_with_s(replay.actual_s) == pytest.approx(Replay(trace).recorded_step_s)
 
 
 def test_combined_passes():

@@ -76,7 +76,9 @@ def test_without_a_model_the_usage_is_shown(arguments):
 
 
 @pytest.mark.parametrize(
-    "script", [*LAUNCH.glob("*.s*"), *LAUNCH.glob("models/*"), SCRIPTS / "apply_patches.sh"], ids=lambda path: path.name
+    "script",
+    [*LAUNCH.glob("*.s*"), *LAUNCH.glob("models/*"), SCRIPTS / "apply_patches.sh", SCRIPTS / "test_matrix.sh"],
+    ids=lambda path: path.name,
 )
 def test_scripts_are_sound_shell(script):
     checker = shutil.which("shellcheck")

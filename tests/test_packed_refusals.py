@@ -24,6 +24,9 @@ REFUSED = {
     f"{GOOD} --overlap-moe-expert-parallel-comm": "--overlap-moe-expert-parallel-comm",
     f"{GOOD} --dataloader-type cyclic": "--dataloader-type",
     f"{GOOD} --dataloader-type external": "--dataloader-type",
+    f"{GOOD} --mtp-num-layers 1 --mtp-use-repeated-layer": "--varlen-packing does not know the cost",
+    f"{GOOD} --use-torch-fsdp2": "--use-torch-fsdp2",
+    f"{GOOD} --logits-load-dir teacher": "--logits-load-dir",
     f"{GOOD} --decrease-batch-size-if-needed": "--decrease-batch-size-if-needed",
     f"{GOOD} --non-persistent-ckpt-type local": "--non-persistent-ckpt-type local",
     f"{GOOD} --phase-transition-iterations 3": "--phase-transition-iterations",
@@ -52,6 +55,7 @@ TAKEN = [
     GOOD,
     f"{GOOD} --context-parallel-size 2",
     f"{GOOD} --mtp-num-layers 1",
+    f"{GOOD} --spec my.layers SPEC",
     f"{GOOD} --hybrid-layer-pattern M*-",
     f"{GOOD} --cuda-graph-impl transformer_engine --cuda-graph-modules mlp",
 ]

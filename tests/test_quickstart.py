@@ -25,6 +25,7 @@ from quickstart.report import BALANCED, UNIFORM, Round  # noqa: E402
 from quickstart.turns import Turns, take_turns  # noqa: E402
 
 from megatron_balance.costs.chain import ChainCosts, ElementCost  # noqa: E402
+from megatron_balance.megatron.recorder import recorder  # noqa: E402
 from megatron_balance.megatron.registry import Hook, Registry  # noqa: E402
 from megatron_balance.pipeline.plan import Plan, make_plan  # noqa: E402
 from megatron_balance.topology import Topology  # noqa: E402
@@ -306,6 +307,7 @@ def test_a_turn_is_awaited_outside_what_the_job_puts_around_its_steps(
     monkeypatch.setitem(sys.modules, "megatron.training.training", training)
     monkeypatch.setattr("megatron_balance.megatron.registry.registry", registry := Registry())
     monkeypatch.setattr(Turns, "around", lambda self, step: lambda: (order.append("wait"), step()))
+    monkeypatch.setattr(recorder, "recording", [types.SimpleNamespace(part=lambda: order.append("left out"))])
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "1")
     take_turns(tmp_path, "job", "job")
@@ -313,7 +315,7 @@ def test_a_turn_is_awaited_outside_what_the_job_puts_around_its_steps(
         Hook("megatron.training.training", "train_step", "t", "records", lambda f: lambda: (order.append("begin"), f()))
     )
     training.train()
-    assert order == ["wait", "begin", "step"]
+    assert order == ["wait", "left out", "begin", "step"]
 
 
 # --- observations -----------------------------------------------------------------------------------------------------

@@ -24,13 +24,13 @@ JOB = (
 )
 
 
-def recorded(folder: Path, layers: tuple[int, ...] | None = LAYERS) -> Path:
+def recorded(folder: Path, layers: tuple[int, ...] | None = LAYERS, shapes: dict | None = None) -> Path:
     """A trace of a job whose head takes as long as two layers, one file a rank."""
     work = np.array(LAYERS, dtype=float)[:, None] * 0.01 * np.ones(TOPOLOGY.num_microbatches)
     work[-1] += 0.02
     trace = made_trace(TOPOLOGY, work * np.ones((3, 1, 1, 1)), 2 * work * np.ones((3, 1, 1, 1)))
     folder.mkdir()
-    return write_ranks(replace(trace, job=replace(trace.job, layers=layers)), folder)
+    return write_ranks(replace(trace, job=replace(trace.job, layers=layers, shapes=shapes or {})), folder)
 
 
 def planned(capsys: pytest.CaptureFixture[str], costs: Path) -> dict:
@@ -65,3 +65,9 @@ def test_a_trace_that_does_not_tell_the_layers_is_refused_with_what_to_do(capsys
 def test_an_empty_folder_is_no_trace(capsys, tmp_path) -> None:
     assert main(["plan", *shlex.split(JOB), "--balanced-pipeline-costs", str(tmp_path)]) == 2
     assert "no .parquet file" in capsys.readouterr().err
+
+
+def test_a_trace_of_another_model_is_refused_with_what_differs(capsys, tmp_path) -> None:
+    folder = recorded(tmp_path / "trace", shapes={"hidden_size": 128, "seq_length": 32})
+    assert main(["plan", *shlex.split(JOB), "--balanced-pipeline-costs", str(folder)]) == 2
+    assert "hidden_size is 64 here, 128 there" in capsys.readouterr().err

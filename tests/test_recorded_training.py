@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import re
+
+import numpy as np
 import pytest
 from launch import TINY, launch, trained
 
+from megatron_balance.diagnosis.diagnose import recorded_split
+from megatron_balance.diagnosis.fix import FREE, proposals
 from megatron_balance.diagnosis.reading import read_trace
+from megatron_balance.diagnosis.replay import Replay
 from megatron_balance.diagnosis.trace import BACKWARD, FORWARD
 
 pytestmark = pytest.mark.training
@@ -32,6 +38,72 @@ def test_losses_are_the_same_and_all_operations_are_there(from_checkpoint, tmp_p
         passes = read.kind == read.kinds.index(kind)
         assert passes.sum() == 20 * topology.data_size * topology.num_stages * topology.num_microbatches
     assert read.sequences.tokens.min() == read.sequences.tokens.max() == 32
+    assert read.problems == () and read.job.in_turn
+    assert gives_the_steps_again(Replay(read)) <= 1e-5
+
+
+def gives_the_steps_again(replay: Replay) -> float:
+    """Most seconds by which an operation ends elsewhere in the replay than it did."""
+    return float(np.abs(replay.moments().end_s - (replay.end_s - replay.began_s[:, None, None])).max())
+
+
+@pytest.mark.parametrize("processes", [2, 4], ids=["PP2", "DP2-PP2"])
+def test_the_line_in_the_log_says_what_diagnose_says_of_these_steps(tmp_path, processes):
+    trace = f"--straggler-trace {tmp_path / 'trace'} --straggler-trace-steps 5:15 --num-layers 6"
+    larger = f"--hidden-size 64 --vocab-size 32767 --untie-embeddings-and-output-weights {PP2}"
+    run = trained(launch(tmp_path, [*TINY, *larger.split(), *trace.split()], processes))
+    read = read_trace(tmp_path / "trace")
+    assert read.steps.tolist() == list(range(5, 15))
+    (line,) = re.findall("^megatron-balance: iteration 14: (.*)", run.output, re.MULTILINE)
+    last, head, layers, saving = re.match(
+        r"last stage ([\d.]+)x the mean; head = ([\d.]+) layers(?:; \(([\d,]+)\) would save (\d+) %, memory aside)?",
+        line,
+    ).groups()
+    split = recorded_split(read, read.job.layers)
+    busy_s, costs, best = split.signals.typical_s.sum(axis=0), split.costs, proposals(split)[FREE]
+    assert float(last) == pytest.approx(busy_s[-1] / busy_s.mean(), abs=0.006)
+    assert float(head) == pytest.approx(costs.head.total_s / costs.mean_layer.total_s, abs=0.06)
+    gain = 1 - split.step_with_s(best) / split.step_s
+    if layers is None:  # on a machine where the layers happened to take as long as the head
+        assert gain < 0.02
+    else:
+        assert layers == ",".join(map(str, best)) and float(saving) == pytest.approx(100 * gain, abs=1.0)
+
+
+FAULTY = """
+import os, sys
+from megatron_balance import run
+from megatron_balance.megatron.observer import observe
+def ready():
+    from megatron_balance.megatron.recorder.marks import ProcessMarks
+    made = ProcessMarks.__init__
+    def broken(self):
+        made(self)
+        left, mark = [500], self.mark
+        def counted():
+            left[0] -= 1
+            if left[0] < 0 and os.environ["RANK"] == "1":
+                raise RuntimeError("no event")
+            return mark()
+        self.mark = counted
+    ProcessMarks.__init__ = broken
+folder, *arguments = sys.argv[1:]
+run.main(arguments, ready=lambda: (observe(folder), ready()))
+"""
+
+
+def test_an_event_that_fails_ends_the_recording_of_a_rank_and_changes_no_loss(from_checkpoint, checkpoint, tmp_path):
+    driver = tmp_path / "faulty.py"
+    driver.write_text(FAULTY)
+    load = f"--load {checkpoint(MODEL)} --finetune --no-load-optim --no-load-rng --straggler-trace {tmp_path / 'trace'}"
+    given = [*TINY, *MODEL.split(), *PP2.split(), *load.split(), "--straggler-trace-interval", "4"]
+    run = trained(launch(tmp_path, given, 2, driver=driver))
+    assert run.losses == from_checkpoint(MODEL, PP2, 2).losses
+    assert (
+        run.output.count("warning: --straggler-trace: recording ends, training goes on (RuntimeError: no event)") == 1
+    )
+    steps = read_trace(tmp_path / "trace").steps
+    assert 4 <= steps.size < 20 and steps.size % 4 == 0
 
 
 def test_a_killed_job_leaves_what_it_wrote(tmp_path):

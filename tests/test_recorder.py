@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import gc
+import inspect
 import resource
 import subprocess
 import sys
+import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,14 +18,17 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_balance.diagnosis.costs import chain_of
+from megatron_balance.diagnosis.reading import METADATA_KEY
 from megatron_balance.errors import BalanceError
+from megatron_balance.megatron.recorder import common_clock, hooks, live
 from megatron_balance.megatron.recorder.common_clock import CommonClock
-from megatron_balance.megatron.recorder.hooks import _step
-from megatron_balance.megatron.recorder.live import Live, Stages, chain_of
-from megatron_balance.megatron.recorder.marks import ProcessMarks, epoch_s
+from megatron_balance.megatron.recorder.hooks import _backward, _combined, _forward, _step, _timed, _transfers
+from megatron_balance.megatron.recorder.live import Live
+from megatron_balance.megatron.recorder.marks import DeviceMarks, ProcessMarks, epoch_s
 from megatron_balance.megatron.recorder.options import TraceOptions, prepare_folder
-from megatron_balance.megatron.recorder.parts import METADATA, Parts, Row
-from megatron_balance.megatron.recorder.recorder import Recorder, Step, apart
+from megatron_balance.megatron.recorder.parts import Parts, Row
+from megatron_balance.megatron.recorder.recorder import Recorder, Step, apart, in_turn
 from megatron_balance.topology import Topology
 
 pq = pytest.importorskip("pyarrow.parquet", reason="traces are written with pyarrow, of the extra 'trace'")
@@ -43,7 +50,7 @@ def test_parts_are_joined_to_one_file_in_their_order(tmp_path):
     written.join()
     assert [path.name for path in tmp_path.iterdir()] == ["rank-00007.parquet"]
     table = pq.read_table(tmp_path / "rank-00007.parquet")
-    assert table["step"].to_pylist() == list(range(1, 13)) and table.schema.metadata[METADATA] == b'{"format": 1}'
+    assert table["step"].to_pylist() == list(range(1, 13)) and table.schema.metadata[METADATA_KEY] == b'{"format": 1}'
     assert table.to_pylist()[4] == {**row(5)._asdict(), "dp_rank": 1, "stage": 1, "rank": 7, "tp_rank": 0, "cp_rank": 0}
 
 
@@ -99,11 +106,24 @@ def test_the_optimizer_and_what_it_holds_share_no_time():
     assert sum(kind == "forward-send" for kind, *_ in apart(recorded)) == 2
 
 
+def test_parameters_that_are_gathered_behind_passes_hold_up_none_of_them():
+    """Megatron's interleaved schedule starts to gather those of the third chunk and on while the first two compute."""
+    passes = [("forward-compute", chunk, 0, 2.0 * chunk, 2.0 * chunk + 1.5) for chunk in range(4)]
+    starts = [("params-all-gather", -1, -1, start, start + 0.125) for start in (-0.25, -0.125, 1.5, 3.5)]
+    told = in_turn(apart([*passes, *starts, ("optimizer", -1, -1, 8.0, 9.0)]), -1.0, 9.0)
+    assert [(kind, start, end) for kind, *_, start, end in told] == [
+        ("step-begin", -1.0, 0.0),
+        ("forward-compute", 0.0, 1.5),
+        ("forward-compute", 1.5, 3.5),
+        ("forward-compute", 3.5, 5.5),
+        ("forward-compute", 5.5, 7.5),
+        ("optimizer", 7.5, 9.0),
+        ("step-end", 9.0, 9.0),
+    ]
+
+
 def test_the_head_is_what_the_last_stage_takes_beyond_its_layers():
-    stages = Stages(
-        np.array([11.0, 10.0, 10.0, 15.0]), np.array([20.0, 20.0, 20.0, 36.0]), (10, 10, 10, 10), np.ones(1), 0.0
-    )
-    chain = chain_of(stages)
+    chain = chain_of(np.array([[11.0, 10.0, 10.0, 15.0], [20.0, 20.0, 20.0, 36.0]]), (10, 10, 10, 10))
     assert (chain.embedding.forward_s, chain.embedding.backward_s) == pytest.approx((1.0, 0.0))
     assert (chain.head.forward_s, chain.head.backward_s) == pytest.approx((5.0, 16.0))
     assert chain.mean_layer.total_s == pytest.approx(3.0)
@@ -164,6 +184,22 @@ def test_clocks_of_two_machines_are_brought_together():
         assert abs(clock.offset_s + ahead_s) <= clock.uncertainty_s + 1e-6 and clock.uncertainty_s < 1
 
 
+def test_a_machine_that_comes_no_more_is_waited_for_once(monkeypatch):
+    monkeypatch.setattr(common_clock, "_COMES_S", 0.05)
+    monkeypatch.setattr(common_clock, "_PATIENCE_S", 0.05)
+    store = dist.HashStore()
+    with ThreadPoolExecutor(2) as pool:
+        clocks = list(pool.map(lambda rank: CommonClock(store, rank, 2, 7.0 * rank, "ab"[rank]), range(2)))
+        list(pool.map(CommonClock.synchronize, clocks))
+    before_s = clocks[1].offset_s
+    for clock in clocks:  # one after the other: neither finds the other
+        clock.synchronize()
+    monkeypatch.setattr(common_clock, "_awaited", None)  # nothing is waited for any more
+    for clock in clocks:
+        clock.synchronize()
+    assert clocks[1].offset_s == before_s == pytest.approx(-7.0, abs=1.0)
+
+
 def test_a_slow_last_stage_is_told_with_the_split_that_mends_it():
     store, topology = dist.HashStore(), Topology(4, 16)
     ranks = [Live(store, rank, 4, (0, rank), [9], topology, speaks=True) for rank in range(4)]
@@ -171,6 +207,7 @@ def test_a_slow_last_stage_is_told_with_the_split_that_mends_it():
         busy = 9.0 + 6.0 * (rank == 3)
         passes = [("forward-compute", 0, m, 0.0, busy) for m in range(16)]
         passes += [("backward-compute", 0, m, 0.0, 2 * busy) for m in range(16)]
+        passes += [("step-end", -1, -1, 850.0, 855.0)]
         ranks[rank].take(passes, 0.0)
         ranks[rank].hears = rank == 0
         ranks[rank].exchange()
@@ -178,6 +215,21 @@ def test_a_slow_last_stage_is_told_with_the_split_that_mends_it():
     assert finding.last_over_mean == pytest.approx(15 / 10.5) and finding.head_layers == pytest.approx(6.0)
     assert sum(finding.split) == 36 and max(finding.split[-1] + 6, *finding.split[:-1]) == 11 and finding.saving > 0.2
     assert finding.text.startswith("last stage 1.43x the mean; head = 6.0 layers; (")
+
+
+def test_a_rank_that_is_late_once_is_heard_again_and_one_that_stays_away_is_not_waited_for(monkeypatch):
+    monkeypatch.setattr(live, "_PATIENCE_S", 0.0)
+    store, topology = dist.HashStore(), Topology(2, 1)
+    ranks = [Live(store, rank, 2, (0, rank), [2], topology, speaks=True) for rank in range(2)]
+    ranks[1].hears = False
+    found = []
+    for tells in (True, False, True, False, False):
+        ranks[1]._round += not tells
+        for rank in ranks[1:] * tells + ranks[:1]:
+            rank.take([("forward-compute", 0, 0, 0.0, 1.0), ("backward-compute", 0, 0, 1.0, 3.0)], 0.0)
+            rank.exchange()
+        found.append(ranks[0].finding is not None)
+    assert found == [True, False, True, False, False] and ranks[0]._others == [0]
 
 
 def recorder(folder) -> Recorder:
@@ -189,12 +241,16 @@ def test_bounds_of_sequences_are_counted_whoever_gives_them(tmp_path):
     stock = SimpleNamespace(cu_seqlens_q=torch.tensor([0, 3, 7, 12, 12], dtype=torch.int32))
     for packed in (ours, stock):
         of = recorder(tmp_path)
-        of._step, of.in_step = Step(1), True
-        start = of.begin_pass()
+        of._step, of.in_step = Step(1, of.mark()), True
+        of.begin_pass()
         of.see_sequences(packed)
-        of.end_forward("forward-compute", 0, None, start, torch.zeros(1))
-        of.end_pass("backward-compute", 0, 0, of.begin_pass())
-        forward, backward = of._told(of._step)
+        output = torch.zeros(1)
+        of.end_forward("forward-compute", 0, None, (output,))
+        of.begin_pass(output)
+        of.end_backward()
+        of._step.ended = of.mark()
+        _, forward, backward, _ = of._told(of._step)
+        assert (backward.optype, backward.mc, backward.mb_id) == ("backward-compute", 0, 0)
         assert (forward.tokens, forward.longest, forward.squares) == (12, 5, 50) and backward.tokens is None
         of.give_up(OSError("the test is over"))
 
@@ -209,9 +265,194 @@ class Stuck(ProcessMarks):
         raise TimeoutError("waits for the device")
 
 
+def combined_forward_backward_step(
+    forward_step_func, data_iterator, f_model, num_microbatches, input_tensor, forward_data_store, b_model, b_input_tensor,
+    b_output_tensor, b_output_tensor_grad, config, f_model_chunk_id=None, current_microbatch=None, post_forward=None,
+):  # fmt: skip
+    """Parameters of Megatron's, as far as they count here."""
+    post_forward()
+    return [torch.zeros(1)] if f_model else None, 1, None
+
+
+def test_combined_passes_are_merged_with_what_they_wait_for(tmp_path):
+    megatron = pytest.importorskip("megatron.core.pipeline_parallel.combined_1f1b").combined_forward_backward_step
+    ours = inspect.signature(combined_forward_backward_step).parameters
+    assert [name for name in inspect.signature(megatron).parameters if name in ours] == [
+        name for name in ours if name not in ("current_microbatch", "post_forward")
+    ] + ["post_forward", "current_microbatch"]
+    of = recorder(tmp_path)
+    send = _transfers(of, lambda self, **given: (None, None, None))
+    step = _combined(of, combined_forward_backward_step)
+    of._step, of.in_step = Step(1, of.mark()), True
+
+    def run(forward: bool, output, which: int | None):
+        models = ("model" if forward else None, "model" if output is not None else None)
+        rest = (8, None, [], models[1], None, output, None, None)
+        sends = lambda: send(None, tensor_send_next=torch.zeros(1))  # noqa: E731
+        return step(None, None, models[0], *rest, f_model_chunk_id=1, current_microbatch=which, post_forward=sends)[0]
+
+    first = run(True, None, 4)
+    second = run(True, first, 5)
+    send(None, tensor_send_prev=torch.zeros(1))
+    run(False, second, None)
+    of._step.ended = of.mark()
+    of.topology = Topology(2, 8, virtual_size=2)
+    told = [(row.optype, row.mc, row.mb_id) for row in of._told(of._step)]
+    assert told == [
+        ("step-begin", -1, -1),
+        ("forward-compute", 1, 4),
+        ("forward-backward-compute", 1, 5),
+        ("backward-send", -1, -1),
+        ("backward-compute", 1, 5),
+        ("step-end", -1, -1),
+    ]
+
+
+def test_a_step_has_no_gaps_and_one_call_ends_at_once():
+    recorded = [
+        ("forward-compute", 0, 0, 2.0, 3.0),
+        ("forward-send", -1, -1, 3.5, 5.0),
+        ("backward-recv", -1, -1, 3.5, 5.0),
+        ("backward-compute", 0, 0, 6.0, 8.0),
+    ]
+    assert [(kind, start, end) for kind, *_, start, end in in_turn(recorded, 1.0, 9.0)] == [
+        ("step-begin", 1.0, 2.0),
+        ("forward-compute", 2.0, 3.0),
+        ("forward-send", 3.0, 5.0),
+        ("backward-recv", 3.0, 5.0),
+        ("backward-compute", 5.0, 8.0),
+        ("step-end", 8.0, 9.0),
+    ]
+
+
+class Event:
+    """A device's event, of a device that does one thing after the other and tells of it when it has caught up."""
+
+    now, caught_up = 0, True
+
+    def record(self) -> None:
+        Event.now += 1
+        self.at = Event.now
+
+    def query(self) -> bool:
+        return Event.caught_up
+
+    def elapsed_time(self, other: Event) -> float:
+        return 1000.0 * (other.at - self.at)
+
+
+class EventMarks(DeviceMarks):
+    _event = staticmethod(Event)
+
+    def anchor(self) -> None:
+        self._base = Event()
+        self._base.record()
+        self._base_s = float(self._base.at)
+
+
+def test_events_are_used_again_but_not_while_they_are_to_be_told(tmp_path):
+    marks = EventMarks()
+    of = Recorder(options(**{"": str(tmp_path)}), Topology(2, 1), 64, marks)
+    of.parts = parts(tmp_path)
+    transfer = _transfers(of, lambda self, **given: (None, None, None))
+    for number in range(1, 13):
+        Event.caught_up = number % 4 == 0  # two or three steps behind otherwise
+        of.begin(number, "model", "optimizer")
+        transfer(None, tensor_send_next="tensor", recv_next=True)
+        _timed(of, "optimizer")(lambda: None)()
+        of.end()
+    rows = of._rows
+    assert [row.step for row in rows] == [number for number in range(1, 13) for _ in range(5)]
+    starts, ends = [round(row.start_ts) for row in rows], [round(row.start_ts + row.duration) for row in rows]
+    of_step = [(starts[at : at + 5], ends[at : at + 5]) for at in range(0, len(rows), 5)]
+    for (start, end), (after, _) in pairwise(of_step):
+        assert start[1] == start[2] and end[1] == end[2] and start[3:] == end[2:4] and end[4] == after[0]
+    assert starts == sorted(starts) and len(marks._spare) < 25
+    of.give_up(OSError("the test is over"))
+
+
+class Broken(ProcessMarks):
+    """Marks of which one cannot be taken."""
+
+    def __init__(self, fails_at: int) -> None:
+        super().__init__()
+        self.left, mark = fails_at, self.mark
+
+        def counted() -> float:
+            self.left -= 1
+            if self.left < 0:
+                raise RuntimeError("no event")
+            return mark()
+
+        self.mark = counted
+
+
+@pytest.mark.parametrize("fails_at", range(13))
+def test_whatever_event_fails_the_functions_of_megatron_do_what_they_did(tmp_path, capsys, fails_at):
+    """A step of Megatron's functions behind our hooks, of whose twelve marks one fails, or none."""
+    of = Recorder(options(**{"": str(tmp_path)}), Topology(1, 2), 64, Broken(fails_at))
+    handle = SimpleNamespace(wait=lambda: "waited")
+    returned = {
+        "forward": ([torch.zeros(1)], 3),
+        "transfer": (None, "received", {"recv_prev": handle}),
+        "backward": "gradient",
+        "reduced": None,
+    }
+    forward = _forward(of, lambda *args, **kwargs: returned["forward"])
+    transfer = _transfers(of, lambda self, **given: returned["transfer"])
+    backward = _backward(of, lambda *args, **kwargs: returned["backward"])
+    reduced = _timed(of, "grads-reduce-scatter")(lambda: returned["reduced"])
+
+    def train_step(model, optimizer):
+        done = [forward(vp_stage=None, current_microbatch=0)]
+        done.append(transfer(None, tensor_send_next=torch.zeros(1), recv_prev=True))
+        assert done[1][2]["recv_prev"].wait() == "waited"
+        done += [backward(None, done[0][0]), reduced()]
+        return done
+
+    of.begin(1, "model", "optimizer")
+    done = train_step("model", "optimizer")
+    of.end()
+    assert all(one is other for one, other in zip(done, returned.values(), strict=True))
+    said = capsys.readouterr().err
+    assert said.count("recording ends, training goes on (RuntimeError: no event)") == (fails_at < 12) and of.is_on == (
+        not said
+    )
+    of.give_up(OSError("the test is over"))
+
+
+def test_tens_of_thousands_of_operations_leave_memory_flat(tmp_path):
+    of = Recorder(options(**{"": str(tmp_path), "_interval": 50}), Topology(1, 8), 64, ProcessMarks())
+    of.parts = parts(tmp_path)
+    used = []
+    tracemalloc.start()
+    for number in range(1, 3001):
+        of.begin(number, "model", "optimizer")
+        outputs = []
+        for which in range(8):
+            of.begin_pass()
+            outputs.append([torch.zeros(1)])
+            of.end_forward("forward-compute", 0, which, outputs[-1])
+        for output in outputs:
+            of.begin_pass(output[0])
+            of.end_backward()
+        of.add("optimizer", of.mark())
+        of.end()
+        if number in (1000, 3000):
+            gc.collect()
+            used.append(tracemalloc.get_traced_memory()[0])
+    tracemalloc.stop()
+    assert of.is_on and not of._untold and not of._rows and not of._forwarded
+    assert used[1] - used[0] < 100_000  # 38 000 operations of at least 100 bytes are between
+    of.finish()
+    (path,) = tmp_path.iterdir()
+    kinds = pq.read_table(path, columns=["optype"])["optype"].to_pylist()
+    assert len(kinds) - kinds.count("gc") == 3000 * 19 and path.stat().st_size < 25 * len(kinds)
+
+
 def test_a_failed_step_is_not_waited_for(tmp_path, capsys):
     of = Recorder(options(**{"": str(tmp_path)}), Topology(1, 2), 64, Stuck())
-    before, failed = Step(1), Step(2)
+    before, failed = Step(1, of.mark()), Step(2, of.mark())
     of._untold.append(before)
     of._step, of.in_step = failed, True
     for step in (before, failed):
@@ -222,11 +463,12 @@ def test_a_failed_step_is_not_waited_for(tmp_path, capsys):
     assert not of._untold and not capsys.readouterr().err
 
 
-def test_a_step_that_fails_still_fails_as_it_did():
+def test_a_step_that_fails_still_fails_as_it_did(monkeypatch):
+    monkeypatch.setattr(hooks, "_number", lambda: 1)
     called = []
     listening = SimpleNamespace(
         is_on=True,
-        begin=lambda model, optimizer: called.append("begin"),
+        begin=lambda number, model, optimizer: called.append("begin"),
         end=lambda: called.append("end"),
         drop=lambda: called.append("drop"),
     )
@@ -241,7 +483,7 @@ def test_a_step_that_fails_still_fails_as_it_did():
 
 def test_a_failure_ends_the_recording_with_one_warning(tmp_path, capsys):
     of = recorder(tmp_path)
-    of._step, of.in_step = Step(1), True
+    of._step, of.in_step = Step(1, of.mark()), True
     of.see_sequences(SimpleNamespace(cu_seqlens_q=0))
     assert not of.is_on and not of.in_step
     of.see_sequences(SimpleNamespace(cu_seqlens_q=0))

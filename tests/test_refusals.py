@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from launch import TINY, dry_run, launch
+from launch import ALONE, TINY, dry_run, launch
 
 from megatron_balance.errors import BalanceError
 from megatron_balance.megatron.arguments import Options
@@ -113,6 +113,11 @@ def test_legacy_models_are_refused(monkeypatch):
         prepared(monkeypatch, PP2, use_legacy_models=True)  # newer parsers no longer have the flag
 
 
+def test_a_teacher_beside_the_model_is_refused(monkeypatch):
+    with pytest.raises(BalanceError, match="--export-kd-teacher-load by the same layout: leave one"):
+        prepared(monkeypatch, PP2, export_kd_teacher_load="teacher")  # ModelOpt's own flag
+
+
 def test_option_without_its_flag_is_refused(monkeypatch):
     with pytest.raises(BalanceError, match="--balanced-pipeline-plan does nothing without --balanced-pipeline"):
         prepared(monkeypatch, [*MODEL, "--balanced-pipeline-plan", "plan.json"])
@@ -153,24 +158,24 @@ def test_rank_0_says_it_once_and_exits_with_2(tmp_path):
 
 
 def test_yaml_configuration_is_refused(tmp_path):
-    run = launch(tmp_path, [*PP2, "--yaml-cfg", "model.yaml"], torchrun=False)
+    run = launch(tmp_path, [*PP2, "--yaml-cfg", "model.yaml"], by=ALONE)
     assert run.status == 2 and "cannot be used with --yaml-cfg" in run.output
 
 
 def test_device_flag_in_the_wrong_place_is_refused(tmp_path):
-    run = launch(tmp_path, [*PP2, "--device", "cpu"], torchrun=False)
+    run = launch(tmp_path, [*PP2, "--device", "cpu"], by=ALONE)
     assert run.status == 2 and "put it before all others" in run.output
 
 
 def test_help_shows_our_group(tmp_path):
-    run = launch(tmp_path, ["--help"], torchrun=False)
+    run = launch(tmp_path, ["--help"], by=ALONE)
     assert run.status == 0, run.output[-2000:]
     assert "usage: torchrun" in run.output and "megatron-balance:" in run.output
     assert "--balanced-pipeline-head-weight W|FWD,BWD" in run.output
 
 
 def test_missing_script_is_refused(tmp_path):
-    run = launch(tmp_path, PP2, script="nowhere/pretrain_gpt.py", torchrun=False)
+    run = launch(tmp_path, PP2, script="nowhere/pretrain_gpt.py", by=ALONE)
     assert run.status == 2 and "no training script nowhere/pretrain_gpt.py" in run.output
 
 
@@ -229,7 +234,7 @@ def renamed_tree(tmp_path_factory) -> Path:
 
 
 def test_renamed_target_is_named_when_its_flag_is_given(renamed_tree, tmp_path):
-    run = launch(tmp_path, PP2, torchrun=False, environment={"PYTHONPATH": str(renamed_tree)})
+    run = launch(tmp_path, PP2, by=ALONE, environment={"PYTHONPATH": str(renamed_tree)})
     assert run.status == 2 and "needs megatron.training.arguments.validate_args" in run.output
     assert f"{renamed_tree}/megatron/training/arguments.py has no function validate_args" in run.output.replace(
         "\n", ""
@@ -241,6 +246,8 @@ def test_doctor_lists_the_hooks(renamed_tree):
     found = subprocess.run(command, capture_output=True, text=True)
     assert found.returncode == 0, found.stdout + found.stderr
     renamed = subprocess.run([*command, "--megatron-path", str(renamed_tree)], capture_output=True, text=True)
-    assert renamed.returncode == 1 and "needs megatron.training.arguments.validate_args" in renamed.stdout
+    assert renamed.returncode == 1 and "megatron.training.arguments.validate_args is not in" in renamed.stdout
+    assert "there is validate_arguments" in renamed.stdout and "every flag of ours needs it" in renamed.stdout
+    assert "`validate_args = OTHER_NAME`" in renamed.stdout
     nowhere = subprocess.run([*command, "--megatron-path", "nowhere"], capture_output=True, text=True)
     assert nowhere.returncode == 2 and "nowhere is no Megatron-LM checkout" in nowhere.stderr

@@ -11,7 +11,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from launch import TINY, launch, trained
+from launch import ALONE, TINY, launch, trained
 
 from megatron_balance.errors import BalanceError
 from megatron_balance.megatron.arguments import Options
@@ -287,9 +287,9 @@ def test_dry_run_shows_what_a_resume_would_do(runs, tmp_path):
         str(runs.folder("distributed")),
         *f"{PP2} {WEIGHED} {DISTRIBUTED} --balanced-pipeline-dry-run".split(),
     ]
-    run = launch(tmp_path / "kept", [*MODEL, *load], torchrun=False)
+    run = launch(tmp_path / "kept", [*MODEL, *load], by=ALONE)
     assert run.status == 0 and "iter_0000020: Etttt|ttttL" in run.output and "Pipeline plan" not in run.output
-    run = launch(tmp_path / "refused", [*MODEL, *load, "--balanced-pipeline-replan"], torchrun=False)
+    run = launch(tmp_path / "refused", [*MODEL, *load, "--balanced-pipeline-replan"], by=ALONE)
     assert run.status == 2 and "(dp_reshardable) is tied to it: leave --balanced-pipeline-replan out" in run.output
     assert "--dist-ckpt-optim-fully-reshardable" in run.output and "Traceback" not in run.output
 

@@ -307,13 +307,13 @@ def check_against_all_splits(job: Job) -> None:
         assert step <= job.step_s(simulator, uniform, job.topology.num_stages - 1) * (1 + 1e-9)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(jobs())
 def test_is_the_best_of_all_splits(job: Job) -> None:
     check_against_all_splits(job)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(jobs())
 def test_search_and_cuts_alone_find_it_too(job: Job) -> None:
     with pytest.MonkeyPatch.context() as patch:

@@ -294,6 +294,56 @@ def is_kind(replay: Replay, name: str) -> np.ndarray:
     return replay.nodes.kind == replay.nodes.kinds.index(name)
 
 
+# --- as our recorder writes it
+
+_OTHER_END = {"forward-send": "forward-recv", "backward-recv": "backward-send"}
+
+
+def turns(pass_s: np.ndarray, move_s: float = 0.25, rest_s: tuple[float, float, float] = (0.5, 1.0, 0.125)) -> Trace:
+    """Steps of two pipeline ranks that do one thing after the other, as gloo and Megatron's 1F1B without overlap have it.
+
+    Args:
+        pass_s: seconds of the passes, [steps, 2 ranks, 2 ways, M].
+        move_s: that a call's transfers take once both ranks have come.
+        rest_s: of what is before the first operation, and of clipping and of what follows it, once both have come.
+    """
+    steps, _, _, count = pass_s.shape
+    calls = [["forward-send"], *[["forward-send", "backward-recv"]] * (count - 1), ["backward-recv"]]
+    rows: list[tuple] = []
+    for step in range(steps):
+        free = [100.0 * step + 1.0, 100.0 * step + 1.0]
+
+        def alone(kind: str, rank: int, seconds: float, which: int = -1, step=step, free=free) -> None:
+            rows.append((kind, step, rank, which, free[rank], free[rank] + seconds))
+            free[rank] += seconds
+
+        def together(of_rank: tuple[list[str], list[str]], seconds: float, step=step, free=free) -> None:
+            end_s = max(free) + seconds
+            rows.extend((kind, step, rank, -1, free[rank], end_s) for rank in range(2) for kind in of_rank[rank])
+            free[:] = [end_s, end_s]
+
+        for rank in range(2):
+            alone("step-begin", rank, rest_s[0])
+        alone(FORWARD, 0, pass_s[step, 0, 0, 0], 0)
+        for which, call in enumerate(calls):
+            together((call, [_OTHER_END[name] for name in call]), move_s)
+            if which > 0:
+                alone(BACKWARD, 0, pass_s[step, 0, 1, which - 1], which - 1)
+            if which < count - 1:
+                alone(FORWARD, 0, pass_s[step, 0, 0, which + 1], which + 1)
+            if which < count:
+                alone(FORWARD, 1, pass_s[step, 1, 0, which], which)
+                alone(BACKWARD, 1, pass_s[step, 1, 1, which], which)
+        together((["optimizer-clip-main-grad"], ["optimizer-clip-main-grad"]), rest_s[1])
+        together((["step-end"], ["step-end"]), rest_s[2])
+    names, step, rank, which, start_s, end_s = (np.array(column) for column in zip(*rows, strict=True))
+    kinds = tuple(dict.fromkeys(names.tolist()))
+    kind = np.array([kinds.index(name) for name in names])
+    chunk = np.where(which >= 0, 0, -1)
+    job = Job("made", Topology(2, count), 2, layers=(2, 2), in_turn=True)
+    return Trace(job, kind, kinds, step, np.zeros_like(rank), rank, chunk, which, start_s, end_s)
+
+
 # --- written
 
 
@@ -313,6 +363,7 @@ def table_of(trace: Trace, rows: np.ndarray | slice = slice(None), described: bo
         "mb_id": trace.microbatch[rows],
     }
     job = {"name": trace.job.name, "world_size": trace.job.world_size, "topology": asdict(trace.job.topology)}
+    job |= {name: getattr(trace.job, name) for name in ("in_turn", "sends_ahead", "shapes")}
     if trace.job.layers is not None:
         chunks = np.reshape(trace.job.layers, (-1, trace.job.topology.pipeline_size)).T.tolist()
         job["stages"] = [[{"layers": [*range(layers)]} for layers in of_rank] for of_rank in chunks]

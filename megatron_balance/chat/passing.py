@@ -5,6 +5,7 @@ Every part that a killed pass has finished is kept, so that at most one part of 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -86,6 +87,8 @@ def _share_out(
     with ThreadPoolExecutor(workers) as threads:
         running = [threads.submit(_drive, path, folder, encoder, spans, done) for _ in range(workers)]
         while not all(each.done() for each in running):
+            if any(each.done() and each.exception() for each in running):
+                _empty(spans)  # the others end with what they are at
             try:
                 done.get(timeout=0.1)
             except Empty:
@@ -93,6 +96,12 @@ def _share_out(
             advance(1)
         for each in running:
             each.result()
+
+
+def _empty(spans: SimpleQueue) -> None:
+    with contextlib.suppress(Empty):
+        while True:
+            spans.get_nowait()
 
 
 def _drive(path: Path, folder: Path, encoder: Sequence[str], spans: SimpleQueue, done: SimpleQueue) -> None:

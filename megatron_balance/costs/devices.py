@@ -123,7 +123,7 @@ _GENERIC_GPU = _gpu("generic GPU", 80, 3.0, fp32=50, bf16=800, fp16=800, fp8=160
 # Measured on one core of a virtual EPYC server: products of 128 to 512 rows; passes over tensors of tens of MB, page
 # faults of fresh memory included, which make them several times slower (tables under 32 MB, which malloc reuses, are
 # therefore overrated); a layer of almost no size over its operations. bf16 and fp16 are taken to be as fast as fp32.
-# Measured before the CPU runtime kept freed memory (`cpu.py`), which spares those page faults: bytes are rated too slow now.
+# Measured before the CPU runtime kept freed memory (`cpu/`), which spares those page faults: bytes are rated too slow now.
 CPU_CORE = Device("CPU core", {"fp32": 75e9, "bf16": 75e9, "fp16": 75e9}, 6e9, 70e-6)
 
 # Chips by the word that stands in torch.cuda.get_device_name(): whole words, so that an H20 is not taken for an H200.

@@ -30,7 +30,6 @@ from megatron_balance.diagnosis.result import (
     WORKER,
 )
 from megatron_balance.diagnosis.signals import COUNTS, Signals
-from megatron_balance.diagnosis.trace import PAUSE
 
 STRAGGLES = 1.1  # slowdown above which the study says that a job straggles
 _MOST = 0.5  # share of a slowdown
@@ -58,10 +57,10 @@ class Causes:
             return np.where(self._is(*EXCHANGES)[:, None], replay.actual_s - replay.ideal_s[:, None], 0.0)
         extra = np.zeros_like(replay.actual_s)
         if cause == GARBAGE:
-            extra = np.where(self._is(PAUSE)[:, None], replay.actual_s, 0.0)
+            extra = replay.paused_s.copy()
         if signals is None:
             return extra
-        extra[:, signals.nodes] += {
+        extra[:, signals.nodes] = {
             STAGE_SPLIT: lambda: (signals.stage_s - signals.stage_s.mean(axis=1, keepdims=True))[:, :, None, None],
             SEQUENCE_LENGTHS: lambda: signals.length_s,
             WORKER: lambda: signals.worker_s[:, :, None],

@@ -140,6 +140,7 @@ def whole(trace: Trace) -> Trace:
     Raises:
         BalanceError: nothing is left, or a pipeline rank has no pass in any step.
     """
+    trace = _with_all_ranks(trace)
     cells = cells_of(trace)
     counts = cells.counts()
     wanted_lanes = counts.any(axis=(0, 1))
@@ -150,6 +151,28 @@ def whole(trace: Trace) -> Trace:
         return trace
     _check_stages(trace, cells, usual)
     return _without(trace, cells, counts, usual, good)
+
+
+def _with_all_ranks(trace: Trace) -> Trace:
+    """The trace without steps of which some pipeline rank has nothing in any replica, as when its recorder gave up."""
+    steps, stages = trace.steps, trace.job.topology.pipeline_size
+    there = np.zeros((steps.size, stages), dtype=bool)
+    there[np.searchsorted(steps, trace.step), trace.pp_rank] = True
+    complete = there.all(axis=1)
+    if complete.all() or not complete.any():
+        return trace
+    line = (
+        f"{int((~complete).sum())} of {steps.size} steps ({_some(steps[~complete])}) have nothing of pipeline rank"
+        f" {_some(np.flatnonzero(~there.all(axis=0)))}, and are left out"
+    )
+    kept = take(trace, complete[np.searchsorted(steps, trace.step)])
+    return replace(kept, sequences=_of_steps(trace.sequences, complete), problems=(*trace.problems, line))
+
+
+def _of_steps(sequences: Sequences | None, steps: np.ndarray) -> Sequences | None:
+    if sequences is None:
+        return None
+    return Sequences(*(getattr(sequences, name)[steps] for name in ("tokens", "longest", "squares")))
 
 
 def _check_stages(trace: Trace, cells: Cells, usual: np.ndarray) -> None:
@@ -201,10 +224,7 @@ def _without(trace: Trace, cells: Cells, counts: np.ndarray, usual: np.ndarray, 
     if PAUSE in trace.kinds:
         keep |= trace.kind == trace.kinds.index(PAUSE)
     keep &= lanes_ok[trace.dp_rank] & steps_ok[np.searchsorted(cells.steps, trace.step)]
-    sequences = trace.sequences
-    if sequences is not None:
-        sequences = Sequences(*(getattr(sequences, name)[steps_ok] for name in ("tokens", "longest", "squares")))
-    return replace(take(trace, keep), sequences=sequences, problems=tuple(problems))
+    return replace(take(trace, keep), sequences=_of_steps(trace.sequences, steps_ok), problems=tuple(problems))
 
 
 def take(trace: Trace, rows: np.ndarray) -> Trace:

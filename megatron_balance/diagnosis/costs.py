@@ -3,10 +3,10 @@
 What a split gains on the whole step is computed so:
 
 1. Step seconds are the last end minus the first start of the step's operations on all ranks; the median over steps.
-2. A layer costs the median over the passes of the stages without embedding and head, each over its stage's layers; the head what
-   the last stage's median pass takes beyond its layers; the embedding what the first stage's takes beyond its, nothing where
-   that is within the spread of the stages between. With two stages nothing tells the embedding from the first stage's layers: it
-   costs nothing.
+2. Of a stage counts its typical pass: the median over data-parallel ranks of the median over a rank's passes. A layer costs the
+   median over the stages without embedding and head, each over its layers; the head what the last stage takes beyond its layers;
+   the embedding what the first takes beyond its, nothing where that is within the spread of the stages between. With two stages
+   nothing tells the embedding from the first stage's layers: it costs nothing.
 3. The rest of the step is the step minus the simulated pipeline of the recorded split on these costs, without transfers: the
    parameters' all-gather, the gradients' all-reduce and reduce-scatter, clipping, the optimizer, gaps, and transfers and
    variation inside the pipeline.
@@ -34,11 +34,11 @@ from megatron_balance.diagnosis.signals import Signals
 from megatron_balance.diagnosis.trace import GATHER, OPTIMIZER, SCATTER
 from megatron_balance.errors import BalanceError
 from megatron_balance.pipeline.chain import stage_costs
-from megatron_balance.reading import Scalar
 
 if TYPE_CHECKING:
     from megatron_balance.schedule.simulate import Simulator
 
+_TELLING = (slice(0, 1), slice(1, -1))  # stages that tell what a layer costs, of two and of more
 _NO_FITS = {"forward_fit": (0.0, 0.0), "backward_fit": (0.0, 0.0)}
 
 
@@ -64,7 +64,7 @@ class RecordedSplit:
         given = ",".join(map(str, layers))
         if len(layers) != stages:
             raise BalanceError(f"layers {given} are of {len(layers)} stages, the trace has {stages}: give each stage's")
-        if min(layers) < 0 or (min(layers[:1] if stages <= 2 else layers[1:-1]) == 0):
+        if min(layers) < 0 or not all(layers[_TELLING[stages > 2]]):
             raise BalanceError(f"layers {given}: a stage without layers tells nothing of what one costs; correct them")
 
     @cached_property
@@ -74,29 +74,8 @@ class RecordedSplit:
 
     @cached_property
     def costs(self) -> ChainCosts:
-        """Medians of the passes; forward and backward apart.
-
-        Raises:
-            BalanceError: one stage, which cannot tell layers from embedding and head; or layers that cost nothing.
-        """
-        if len(self.layers) == 1:
-            raise BalanceError("one stage does not tell what layers, embedding and head cost apart")
-        embedding, layer, head = (ElementCost(*seconds) for seconds in zip(*self._elements_s, strict=True))
-        return ChainCosts(embedding, (layer,) * sum(self.layers), head, "trace")
-
-    @cached_property
-    def _elements_s(self) -> list[tuple[float, float, float]]:
-        """Embedding, layer and head of each way."""
-        found, layers = [], np.array(self.layers)
-        for way, typical in enumerate(self.signals.median_s):
-            middle = slice(1, -1) if len(layers) > 2 else slice(0, 1)
-            passes = self.signals.seconds[:, way, middle] / layers[middle, None, None]
-            layer = float(np.median(passes))
-            spread = np.ptp(typical[1:-1] / layers[1:-1]) * layers[0] if len(layers) > 3 else 0.1 * typical[0]
-            embedding = float(typical[0] - layers[0] * layer) if len(layers) > 2 else 0.0
-            head = max(0.0, float(typical[-1] - layers[-1] * layer))
-            found.append((embedding if embedding > spread else 0.0, layer, head))
-        return found
+        """As ``chain_of``, which see."""
+        return chain_of(self.signals.typical_s, self.layers)
 
     @cached_property
     def rest_s(self) -> float:
@@ -142,26 +121,23 @@ class RecordedSplit:
             [float(np.median(replay.end_s[:, own] - replay.start_s[:, own])) if own else 0.0 for own in found]
         )
 
-    def table(self, holds_for: dict[str, Scalar] | None = None) -> CostTable:
-        """The costs as the file that ``plan`` and training take.
-
-        Args:
-            holds_for: names and values of the model that they are of, as far as they are known.
+    def table(self) -> CostTable:
+        """The costs as the file that ``plan`` and training take; of the model's shapes where the trace has them.
 
         Raises:
             BalanceError: as ``costs``.
         """
-        costs, topology = self.costs, self.replay.trace.job.topology
-        known = {} if topology.tensor_size == 1 else {"tensor_size": topology.tensor_size}
+        costs, job = self.costs, self.replay.trace.job
+        known = {} if job.topology.tensor_size == 1 else {"tensor_size": job.topology.tensor_size}
         steps = self.replay.steps
         return CostTable(
             kind=DIAGNOSED,
-            device=f"trace of {self.replay.trace.job.world_size} devices",
+            device=f"trace of {job.world_size} devices",
             embedding=_row(costs.embedding),
             layers={ANY_LAYER: LayerRow(**vars(_row(costs.mean_layer)), by_length=(), **_NO_FITS)},
             head=_row(costs.head),
             update_s_per_parameter=None,
-            holds_for={**known, **(holds_for or {})},
+            holds_for={**known, **job.shapes},
             provenance={
                 "steps": f"{steps.size} of {steps[0]} to {steps[-1]}",
                 "layers of each stage": ",".join(map(str, self.layers)),
@@ -169,6 +145,35 @@ class RecordedSplit:
             },
             created_by=f"megatron_balance {__version__}",
         )
+
+
+def chain_of(typical_s: np.ndarray, layers: Sequence[int]) -> ChainCosts:
+    """What embedding, layers and head cost, as the stages tell it; forward and backward apart.
+
+    Args:
+        typical_s: seconds of each stage's typical pass, [2, stages].
+        layers: of each stage.
+
+    Raises:
+        BalanceError: one stage, which cannot tell layers from embedding and head; stages that would have to tell and have no
+            layers; or layers that cost nothing.
+    """
+    held = np.array(layers)
+    telling = _TELLING[held.size > 2]
+    if held.size == 1:
+        raise BalanceError("one stage does not tell what layers, embedding and head cost apart")
+    if not held[telling].all():
+        raise BalanceError("a stage without layers tells nothing of what one costs")
+    elements_s = []
+    for typical in typical_s:
+        each_s = typical[telling] / held[telling]
+        layer_s = float(np.median(each_s))
+        spread_s = np.ptp(each_s) * held[0] if held.size > 3 else 0.1 * typical[0]
+        embedding_s = float(typical[0] - held[0] * layer_s) if held.size > 2 else 0.0
+        head_s = max(0.0, float(typical[-1] - held[-1] * layer_s))
+        elements_s.append((embedding_s if embedding_s > spread_s else 0.0, layer_s, head_s))
+    embedding, layer, head = (ElementCost(*seconds) for seconds in zip(*elements_s, strict=True))
+    return ChainCosts(embedding, (layer,) * int(held.sum()), head, "trace")
 
 
 def _row(cost: ElementCost) -> ElementRow:

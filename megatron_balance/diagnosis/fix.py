@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import math
 import shlex
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
+from megatron_balance.costs.chain import ChainCosts
 from megatron_balance.costs.memory import ChainMemory, ElementMemory
 from megatron_balance.diagnosis.causes import Causes
 from megatron_balance.diagnosis.costs import RecordedSplit
@@ -21,6 +23,9 @@ from megatron_balance.diagnosis.result import (
 from megatron_balance.errors import BalanceError
 from megatron_balance.pipeline.layout import Layout
 from megatron_balance.pipeline.memory import MemoryLimit, limit_like, rank_peaks
+
+if TYPE_CHECKING:
+    from megatron_balance.schedule.simulate import Simulator
 
 WITHIN, FREE = "within the present split's memory", "free"
 _WORTH = 1e-3  # of a step: less is no gain
@@ -57,16 +62,31 @@ def proposals(split: RecordedSplit) -> dict[str, tuple[int, ...]]:
     Raises:
         BalanceError: the trace does not tell what a layer costs.
     """
-    from megatron_balance.pipeline.search import find_split  # compiled code, which only a split needs
-
     memory = layers_in_flight(sum(split.layers))
     limit = limit_like(memory, split.simulator.topology, split.layers)
     return {
-        name: find_split(
-            split.costs, split.simulator, memory=within, starts=[split.layers], sharpens_bound=False
-        ).layers
-        for name, within in ((WITHIN, limit), (FREE, MemoryLimit(memory, math.inf)))
+        name: best_split(split.costs, split.simulator, split.layers, within)
+        for name, within in ((WITHIN, limit), (FREE, None))
     }
+
+
+def best_split(
+    costs: ChainCosts, simulator: Simulator, layers: Sequence[int], memory: MemoryLimit | None = None
+) -> tuple[int, ...]:
+    """Layers of each stage whose simulated pipeline takes least, never longer than with these.
+
+    Args:
+        costs: of the elements.
+        simulator: of the schedule.
+        layers: of each stage at present.
+        memory: what a rank may occupy; None is no limit.
+
+    Raises:
+        BalanceError: as ``find_split``.
+    """
+    from megatron_balance.pipeline.search import find_split  # compiled code, which only a split needs
+
+    return find_split(costs, simulator, memory=memory, starts=[layers], sharpens_bound=False).layers
 
 
 def layers_in_flight(num_layers: int) -> ChainMemory:

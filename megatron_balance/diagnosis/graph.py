@@ -10,6 +10,12 @@ transfers, data parallelism's exchanges. Across them
   backward pass of their chunk;
 - after the last pass the rest of the step runs in turn.
 
+Our recorder notes one stream a rank, that which computes: there each operation waits for the one before it, and nothing of the
+above holds but that a transfer's ends are matched by their passes. A step begins when the last rank has ended the one before:
+what a rank does of it until then takes no time. Where transfers overlap computation, a send does not wait for its receiver. What
+is transferred within combined passes is part of them, with the waiting, so that with these the ranks' passes do not wait for one
+another.
+
 Both ends of a transfer, and all ranks of a collective, start moving data when the last of them has started.
 
 Source of this model: "Understanding Stragglers in Large Model Training Using What-if Analysis" (OSDI'25), section 3.
@@ -25,9 +31,11 @@ import numpy as np
 
 from megatron_balance.diagnosis.trace import (
     BACKWARD,
+    BEGIN,
     CLIP,
     COMBINED,
     EMBEDDING,
+    FINISH,
     FORWARD,
     GATHER,
     LAYERNORM,
@@ -36,12 +44,13 @@ from megatron_balance.diagnosis.trace import (
     PAUSE,
     SCATTER,
     SEPARATE,
+    TRANSFERS,
 )
 from megatron_balance.errors import BalanceError
 from megatron_balance.schedule.order import schedule_order
 from megatron_balance.topology import Topology
 
-SYNCHRONISED = (GATHER, SCATTER, SEPARATE, CLIP)  # over all data-parallel ranks
+SYNCHRONISED = (GATHER, SCATTER, SEPARATE, CLIP, BEGIN, FINISH)  # over all data-parallel ranks
 TAIL = (
     PAUSE,
     LAYERNORM,
@@ -89,15 +98,49 @@ class Group:
         waits: for each member the nodes that end before it starts.
         transfers: whether the members wait for one another.
         all_lanes: whether they wait for those of all data-parallel ranks.
+        sent: nodes without whose beginning nothing is moved, though the members do not hold them up.
     """
 
     members: tuple[int, ...]
     waits: tuple[tuple[int, ...], ...]
     transfers: bool
     all_lanes: bool
+    sent: tuple[int, ...] = ()
 
 
-def groups_of(nodes: Nodes, topology: Topology, start_s: np.ndarray, end_s: np.ndarray) -> tuple[Group, ...]:
+def calls_of(nodes: Nodes, stages: int, start_s: np.ndarray, end_s: np.ndarray) -> list[list[tuple[int, ...]]]:
+    """Of each pipeline rank its operations in turn, those of one call together: transfers that begin and end at once.
+
+    Args:
+        nodes: the operations, each rank's from the end of the one before.
+        stages: pipeline ranks.
+        start_s, end_s: of each operation in one recorded cell, shape [nodes].
+    """
+    moves = np.array([name in TRANSFERS for name in nodes.kinds], dtype=bool)[nodes.kind]
+    ranks: list[list[tuple[int, ...]]] = []
+    for stage in range(stages):
+        mine = np.flatnonzero(nodes.stage == stage)
+        turn = mine[np.lexsort((end_s[mine], start_s[mine]))]
+        calls: list[tuple[int, ...]] = []
+        for node in map(int, turn):
+            before = calls[-1][0] if calls else node
+            at_once = start_s[node] == start_s[before] and end_s[node] == end_s[before]
+            if calls and at_once and moves[node] and moves[before]:
+                calls[-1] += (node,)
+            else:
+                calls.append((node,))
+        ranks.append(calls)
+    return ranks
+
+
+def groups_of(
+    nodes: Nodes,
+    topology: Topology,
+    start_s: np.ndarray,
+    end_s: np.ndarray,
+    in_turn: bool = False,
+    sends_ahead: bool = False,
+) -> tuple[Group, ...]:
     """All operations of a step, each after what it waits for.
 
     Args:
@@ -105,13 +148,14 @@ def groups_of(nodes: Nodes, topology: Topology, start_s: np.ndarray, end_s: np.n
         topology: sizes of the pipeline.
         start_s, end_s: of each operation in one recorded cell, shape [nodes]. The ranks' passes are taken in this order; where
             that has a circle, as damaged clocks make it, in that of Megatron's schedule.
+        in_turn, sends_ahead: as in ``Job``.
 
     Raises:
         BalanceError: the operations wait for one another in a circle.
     """
     recorded = [_passes(nodes, stage, start_s) for stage in range(topology.pipeline_size)]
-    groups = _Builder(nodes, topology, start_s, end_s, recorded).groups()
-    if groups is None:
+    groups = _Builder(nodes, topology, start_s, end_s, recorded, in_turn, sends_ahead).groups()
+    if groups is None and not in_turn:
         groups = _Builder(nodes, topology, start_s, end_s, _scheduled(nodes, topology)).groups()
     if groups is None:
         raise BalanceError(
@@ -166,21 +210,42 @@ class _Builder:
     """Collects what each operation waits for and whom it moves data with."""
 
     def __init__(
-        self, nodes: Nodes, topology: Topology, start_s: np.ndarray, end_s: np.ndarray, passes: list[list[int]]
+        self,
+        nodes: Nodes,
+        topology: Topology,
+        start_s: np.ndarray,
+        end_s: np.ndarray,
+        passes: list[list[int]],
+        in_turn: bool = False,
+        sends_ahead: bool = False,
     ) -> None:
         self.nodes, self.topology, self.passes = nodes, topology, passes
         self.start_s, self.end_s = start_s, end_s
         self.behind = _behind(topology) if COMBINED in nodes.kinds else {}
         self.waits: list[list[int]] = [[] for _ in range(nodes.kind.size)]
         self.partners: list[list[int]] = []
+        self.sends_ahead, self.sent = sends_ahead, {}
         self.transfers: dict[tuple[str, int, int, int], int] = {}
+        is_merged = in_turn and COMBINED in nodes.kinds
         for stage in range(topology.pipeline_size):
-            self._chain(passes[stage])
-            self._match_transfers(stage)
-            self._data_parallel(stage)
-            self._rest(stage)
-        self._pair_transfers()
+            if not is_merged:
+                self._match_transfers(stage, in_turn)
+            if not in_turn:
+                self._chain(passes[stage])
+                self._first_backward(stage)
+                self._data_parallel(stage)
+                self._rest(stage)
+        if in_turn:
+            self._take_turns()
+        if not is_merged:
+            self._pair_transfers()
         self._meet()
+
+    def _take_turns(self) -> None:
+        for calls in calls_of(self.nodes, self.topology.pipeline_size, self.start_s, self.end_s):
+            for before, after in pairwise(calls):
+                for node in after:
+                    self.waits[node] += before
 
     def _chain(self, turn: list[int]) -> None:
         for before, after in pairwise(turn):
@@ -202,23 +267,24 @@ class _Builder:
     def _global_stage(self, node: int, direction: str) -> int:
         return self._label(node, direction)[0] * self.topology.pipeline_size + int(self.nodes.stage[node])
 
-    def _match_transfers(self, stage: int) -> None:
-        """Tell which pass each transfer of a rank is for."""
+    def _match_transfers(self, stage: int, in_turn: bool) -> None:
+        """Tell which pass each transfer of a rank is for; what then waits for what, unless all operations run in turn."""
         last = self.topology.num_stages - 1
         for direction, first_stage, last_stage in ((FORWARD, 0, last), (BACKWARD, last, 0)):
             way = direction.split("-")[0]
             passes = self._of_direction(stage, direction)
             for end, without in (("recv", first_stage), ("send", last_stage)):
                 turn = self.nodes.of(f"{way}-{end}", stage)
-                self._chain(turn)
+                if not in_turn:
+                    self._chain(turn)
                 labels = [self._label(node, direction) for node in passes]
                 places = [chunk * self.topology.pipeline_size + stage for chunk, _ in labels]
                 with_peer = [at for at, place in enumerate(places) if place != without]
                 for transfer, at in self._match(turn, labels, with_peer, end == "recv"):
-                    self._attach(transfer, passes, at, end == "recv")
+                    if not in_turn:
+                        self._attach(transfer, passes, at, end == "recv")
                     if places[at] != without:
                         self.transfers[(way, end, places[at], labels[at][1])] = transfer
-        self._first_backward(stage)
 
     def _match(
         self, turn: list[int], labels: list[tuple[int, int]], with_peer: list[int], receives: bool
@@ -276,7 +342,10 @@ class _Builder:
                 continue
             send = self.transfers.get((way, "send", source, microbatch))
             receive = self.transfers.get((way, "recv", stage, microbatch))
-            if send is not None and receive is not None:
+            if send is not None and receive is not None and self.sends_ahead:
+                self.waits[receive] += self.waits[send]
+                self.sent[receive] = send
+            elif send is not None and receive is not None:
                 self.partners.append([send, receive])
             elif receive is not None:
                 self.waits[receive].append(sender)
@@ -336,7 +405,7 @@ class _Builder:
 
     def _meet(self) -> None:
         """Collectives over pipeline ranks."""
-        for name in (EMBEDDING, CLIP):
+        for name in (EMBEDDING, CLIP, BEGIN, FINISH):
             if name not in self.nodes.kinds:
                 continue
             mine = np.flatnonzero(self.nodes.kind == self.nodes.kinds.index(name))
@@ -373,4 +442,5 @@ class _Builder:
     def _group(self, members: list[int]) -> Group:
         name = self._kind(members[0])
         waits = tuple(tuple(dict.fromkeys(self.waits[node])) for node in members)
-        return Group(tuple(members), waits, is_exchange(name), name in SYNCHRONISED)
+        sent = tuple(self.sent[node] for node in members if node in self.sent)
+        return Group(tuple(members), waits, is_exchange(name), name in SYNCHRONISED, sent)

@@ -3,7 +3,7 @@
 Columns (those of ByteDance's published traces): ``dp_rank``, ``stage`` (pipeline rank), ``step``, ``optype``, ``start_ts`` and
 ``duration`` in seconds, ``mc`` (model chunk of the rank) and ``mb_id`` (micro-batch), -1 or null where the operation belongs to
 none. Our recorder adds ``tokens``, ``longest`` and ``squares`` to forward passes, and the job's sizes as JSON in the schema's
-metadata. Nothing in a file is ever executed or unpickled.
+metadata; its operations run in turn (``Job.in_turn``). Nothing in a file is ever executed or unpickled.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from megatron_balance import reading
 from megatron_balance.diagnosis.cells import whole
 from megatron_balance.diagnosis.clocks import aligned
 from megatron_balance.diagnosis.graph import is_exchange
-from megatron_balance.diagnosis.trace import COMBINED, FORWARD, OPERATIONS, PASSES, Job, Sequences, Trace
+from megatron_balance.diagnosis.trace import COMBINED, FORWARD, OPERATIONS, OURS, PASSES, Job, Sequences, Trace
 from megatron_balance.errors import BalanceError
 from megatron_balance.topology import Topology
 
@@ -38,6 +39,7 @@ _META = {  # key of the YAML file: field of Topology
     "dsp_size": "context_size",
     "dp_size": "data_size",
 }
+_OF_JOB = ("name", "world_size", "layers", "in_turn", "sends_ahead", "shapes")  # described, but no field of Topology
 _PART = re.compile(r"\.\d{4,}(?=\.parquet$)")
 _MOST_RANKS = 1 << 22
 _MOST_TOKENS = 1 << 31  # of a micro-batch
@@ -64,6 +66,8 @@ def read_trace(path: str | Path, meta: str | Path | None = None) -> Trace:
     table = _read_tables(_files(path), problems)
     described = _described(path, table, None if meta is None else Path(meta))
     trace, kept = _rows(table, described, path, problems)
+    if trace.job.in_turn and COMBINED in trace.kinds:
+        problems.append("forward and backward passes run as one (MoE overlap): what passes wait for is part of them")
     if trace.steps.size == 1:
         problems.append("there is one step only: what varies from step to step cannot be told")
     trace = replace(trace, sequences=_sequences(table, kept, trace), problems=tuple(problems))
@@ -240,6 +244,11 @@ def _from_recorder(stored: bytes, path: Path) -> dict[str, Any]:
     described["name"] = str(values.get("name") or path.name)
     if values.get("world_size") is not None:
         described["world_size"] = _size(values["world_size"], "world_size", path)
+    described |= {name: values.get(name) is True for name in ("in_turn", "sends_ahead")}
+    try:
+        described["shapes"] = reading.scalars(values.get("shapes", {}), "shapes")
+    except reading.DamageError as error:
+        raise BalanceError(f"the job's sizes in {path} are damaged: {error}") from error
     return described
 
 
@@ -290,12 +299,14 @@ def _rows(
     keep = _sensible(kind, kinds, start_s, duration_s, columns, problems)
     if RANK in table.column_names:
         keep &= _speaks(_whole(table[RANK]), columns["dp_rank"], columns["stage"], keep)
+    if described.get("in_turn"):
+        keep &= _of_one_size(described, columns, keep & _are_passes(kind, kinds), problems)
     if not keep.any():
         raise BalanceError(f"{path} has no row that makes sense: {problems[-1]}")
     kept: np.ndarray | slice = slice(None) if keep.all() else np.flatnonzero(keep)
     kind, start_s, duration_s = kind[kept], start_s[kept], duration_s[kept]
     columns = {name: values[kept] for name, values in columns.items()}
-    is_pass = np.isin(kind, [number for number, name in enumerate(kinds) if name in PASSES])
+    is_pass = _are_passes(kind, kinds)
     if not is_pass.any():
         raise BalanceError(f"{path} has no {FORWARD} or backward-compute operations: it is no trace of a training job")
     job = _job(described, columns, is_pass, path, problems)
@@ -338,14 +349,14 @@ def _sensible(
     columns: dict[str, np.ndarray],
     problems: list[str],
 ) -> np.ndarray:
-    known = np.array([name in OPERATIONS or name == COMBINED for name in kinds], dtype=bool)
+    known = np.array([name in (*OPERATIONS, *OURS) for name in kinds], dtype=bool)
     keep = known[kind] if kinds else np.zeros(kind.size, dtype=bool)
     keep &= kind >= 0
     if not keep.all():
         unknown = [kinds[number] for number in np.unique(kind[~keep]) if number >= 0]
         shown = ", ".join(repr(name[:40]) for name in unknown[:_MOST_SHOWN])
         problems.append(f"{int((~keep).sum())} rows of unknown operations ({shown}) are left out")
-    is_pass = np.isin(kind, [number for number, name in enumerate(kinds) if name in PASSES])
+    is_pass = _are_passes(kind, kinds)
     for what, good in (
         (
             "without a start or duration, or with a negative one",
@@ -359,6 +370,33 @@ def _sensible(
             problems.append(f"{int(bad.sum())} rows {what} are left out")
             keep &= good
     return keep
+
+
+def _are_passes(kind: np.ndarray, kinds: tuple[str, ...]) -> np.ndarray:
+    return np.isin(kind, [number for number, name in enumerate(kinds) if name in PASSES])
+
+
+def _of_one_size(
+    described: dict[str, Any], columns: dict[str, np.ndarray], is_pass: np.ndarray, problems: list[str]
+) -> np.ndarray:
+    """Whether each row is of the longest stretch of steps with as many micro-batches, the later of two as long.
+
+    Their number grows while a job ramps up its batch size, and never shrinks: where it does, steps are not whole.
+    """
+    steps, step = np.unique(columns["step"][is_pass], return_inverse=True)
+    counts = np.zeros(steps.size, dtype=np.int64)
+    np.maximum.at(counts, step, columns["mb_id"][is_pass] + 1)
+    if not steps.size or counts[0] == counts[-1] or (np.diff(counts) < 0).any():
+        return np.ones(columns["step"].size, dtype=bool)
+    sizes, first, lengths = np.unique(counts, return_index=True, return_counts=True)
+    longest = lengths.size - 1 - int(lengths[::-1].argmax())
+    stretch = steps[first[longest] : first[longest] + lengths[longest]]
+    described["num_microbatches"] = int(sizes[longest])
+    problems.append(
+        f"the micro-batches of a step grow from {counts[0]} to {counts[-1]}: what is said is of steps {stretch[0]} to"
+        f" {stretch[-1]}, which have {sizes[longest]}; the other {steps.size - stretch.size} steps are left out"
+    )
+    return (columns["step"] >= stretch[0]) & (columns["step"] <= stretch[-1])
 
 
 def _speaks(rank: np.ndarray, dp_rank: np.ndarray, stage: np.ndarray, keep: np.ndarray) -> np.ndarray:
@@ -398,7 +436,7 @@ def _job(
         if said is not None and most < said and name in ("virtual_size", "num_microbatches"):
             problems.append(f"{name.replace('_', ' ')} is {said}, but only {most} appear in the trace, which is taken")
             described[name] = most
-    sizes = {**shown, **{key: value for key, value in described.items() if key not in ("name", "world_size", "layers")}}
+    sizes = {**shown, **{key: value for key, value in described.items() if key not in _OF_JOB}}
     if sizes["pipeline_size"] * sizes["data_size"] > max(_MOST_RANKS, 1):
         raise BalanceError(
             f"{sizes['pipeline_size']} pipeline ranks by {sizes['data_size']} data-parallel ranks are more than {_MOST_RANKS}: "
@@ -418,7 +456,8 @@ def _job(
             f"layers are given for {len(layers)} stages, but the job has {topology.num_stages}: they are not used"
         )
         layers = None
-    return Job(described.get("name", path.stem), topology, world, layers)
+    known = {name: described[name] for name in ("in_turn", "sends_ahead", "shapes") if name in described}
+    return Job(described.get("name", path.stem), topology, world, layers, **known)
 
 
 def _sequences(table: pyarrow.Table, kept: np.ndarray | slice, trace: Trace) -> Sequences | None:

@@ -2,7 +2,8 @@
 
 The durations of a trace are a table [steps, operations of a step, data-parallel ranks]. A pass, the optimizer, and whatever
 else a rank does alone lasts from its start to its end; a transfer or collective only from when its last peer has started:
-what was spent in waiting for that peer follows from the other durations. The graph of ``graph.py`` turns durations into starts
+what was spent in waiting for that peer follows from the other durations. Transfers of one call begin when the last of all their
+peers has started. The graph of ``graph.py`` turns durations into starts
 and ends, for all steps and all what-ifs at once.
 """
 
@@ -15,10 +16,12 @@ from functools import cached_property
 import numpy as np
 
 from megatron_balance.diagnosis.cells import Cells, cells_of
-from megatron_balance.diagnosis.graph import Group, Nodes, groups_of
+from megatron_balance.diagnosis.graph import Group, Nodes, calls_of, groups_of, is_exchange
 from megatron_balance.diagnosis.trace import (
+    BEGIN,
     CLIP,
     EMBEDDING,
+    FINISH,
     GATHER,
     LAYERNORM,
     PASSES,
@@ -31,7 +34,7 @@ from megatron_balance.diagnosis.trace import (
 from megatron_balance.errors import BalanceError
 
 # Their ideal duration is the median, as one slow transfer would spoil the mean; everything else has its mean.
-COMMUNICATION = (*TRANSFERS, GATHER, SCATTER, SEPARATE, LAYERNORM, EMBEDDING, CLIP)
+COMMUNICATION = (*TRANSFERS, GATHER, SCATTER, SEPARATE, LAYERNORM, EMBEDDING, CLIP, FINISH)
 OPERATION_OF = {name: f"{name.split('-')[0]}-pp-comm" for name in TRANSFERS}  # both ends of a transfer count as one
 _EARLIEST_S = -0.01  # a transfer that ends this long before its peer starts is no transfer but a clock's error
 _AT_ONCE = 1 << 15  # durations of an operation that are replayed at once, so that they stay in the cache
@@ -71,10 +74,10 @@ class Replay:
         names = ("kind", "stage", "chunk", "microbatch", "order")
         labels = {name: getattr(cells, name) for name in names}
         kinds = trace.kinds
-        if PAUSE in kinds:
+        in_turn, stages = trace.job.in_turn, trace.job.topology.pipeline_size
+        if PAUSE in kinds and not in_turn:  # there every pause is within some operation
             pauses = _Pauses.of(trace, cells, self.lanes, start_s, end_s)
             start_s, end_s = np.concatenate([start_s, pauses.start_s], 1), np.concatenate([end_s, pauses.end_s], 1)
-            stages = trace.job.topology.pipeline_size
             more = (kinds.index(PAUSE), np.arange(stages), -1, -1, 0)
             labels = {
                 name: np.concatenate([labels[name], np.broadcast_to(value, stages)])
@@ -82,23 +85,44 @@ class Replay:
             }
         self.nodes = Nodes(kinds=kinds, **labels)
         self.start_s, self.end_s = start_s, end_s
-        self.groups = groups_of(self.nodes, trace.job.topology, start_s[0, :, 0], end_s[0, :, 0])
+        cell = start_s[0, :, 0], end_s[0, :, 0]
+        self.groups = groups_of(self.nodes, trace.job.topology, *cell, in_turn, trace.job.sends_ahead)
+        turns = calls_of(self.nodes, stages, *cell) if in_turn else []
+        self._calls = [call for calls in turns for call in calls if len(call) > 1]
 
     @cached_property
     def actual_s(self) -> np.ndarray:
-        seconds = self.end_s - self.start_s
-        for group in self.groups:
-            if not group.transfers:
-                continue
-            last_s = self.start_s[:, group.members[0]]
-            for member in group.members[1:]:
-                last_s = np.maximum(last_s, self.start_s[:, member])
-            if group.all_lanes:
-                last_s = last_s.max(axis=1, keepdims=True)
-            for member in group.members:
-                moving = self.end_s[:, member] - last_s
-                seconds[:, member] = np.where(moving <= _EARLIEST_S, 0.0, moving)
+        begin_s, exchanges = self.start_s.copy(), [group for group in self.groups if group.transfers]
+        for group in exchanges:
+            members = list(group.members)
+            last_s = self.start_s[:, [*members, *group.sent]].max(axis=1, keepdims=True)
+            begin_s[:, members] = last_s.max(axis=2, keepdims=True) if group.all_lanes else last_s
+        for call in self._calls:
+            begin_s[:, call] = begin_s[:, call].max(axis=1, keepdims=True)
+        seconds = self.end_s - begin_s
+        moved = [member for group in exchanges for member in group.members]
+        moved = np.array(moved, dtype=np.int64)[
+            ~self.is_operation(BEGIN)[moved]
+        ]  # a rank may be far ahead of the others
+        seconds[:, moved] = np.where(seconds[:, moved] <= _EARLIEST_S, 0.0, seconds[:, moved])
         return seconds
+
+    @cached_property
+    def paused_s(self) -> np.ndarray:
+        """Seconds of each operation but exchanges that are noted pauses of the garbage collector, [steps, nodes, lanes]."""
+        trace = self.trace
+        if not trace.job.in_turn:
+            return np.where(self.is_operation(PAUSE)[:, None], self.actual_s, 0.0)
+        own = [name == BEGIN or not is_exchange(name) for name in self.nodes.kinds]
+        own = np.array(own, dtype=bool)[self.nodes.kind]
+        paused = np.zeros_like(self.start_s)
+        for row in np.flatnonzero(trace.kind == trace.kinds.index(PAUSE)) if PAUSE in trace.kinds else ():
+            step, lane = np.searchsorted(self.steps, trace.step[row]), np.searchsorted(self.lanes, trace.dp_rank[row])
+            mine = np.flatnonzero(own & (self.nodes.stage == trace.pp_rank[row]))
+            first_s = np.maximum(self.start_s[step, mine, lane], trace.start_s[row])
+            last_s = np.minimum(self.end_s[step, mine, lane], trace.end_s[row])
+            paused[step, mine, lane] += np.maximum(last_s - first_s, 0.0)
+        return paused
 
     @cached_property
     def ideal_s(self) -> np.ndarray:
@@ -113,7 +137,15 @@ class Replay:
     @property
     def recorded_step_s(self) -> np.ndarray:
         """Seconds of each step as recorded, shape [steps]."""
-        return self.end_s.max(axis=(1, 2)) - self.start_s.min(axis=(1, 2))
+        return self.end_s.max(axis=(1, 2)) - self.began_s
+
+    @cached_property
+    def began_s(self) -> np.ndarray:
+        """Where each step begins, on the trace's clock; in turn, where the last rank has ended the step before. [steps]"""
+        begins = self.is_operation(BEGIN)
+        if not (self.trace.job.in_turn and begins.any()):
+            return self.start_s.min(axis=(1, 2))
+        return self.start_s[:, begins].max(axis=(1, 2))
 
     def operations(self) -> tuple[str, ...]:
         """Kinds of operations as the slowdowns name them: both ends of a transfer are one."""

@@ -70,6 +70,11 @@ class Signals:
         """Median seconds of each stage's passes, [2, stages]."""
         return np.median(self.seconds, axis=(0, 3, 4))
 
+    @cached_property
+    def typical_s(self) -> np.ndarray:
+        """Seconds of each stage's typical pass, [2, stages]: the median of its workers, of each the median of its passes."""
+        return np.median(np.median(self.seconds, axis=(0, 3)), axis=-1)
+
     @property
     def slow_worker(self) -> tuple[int, int] | None:
         """Stage and lane of the slowest worker that is named."""
@@ -117,12 +122,11 @@ def _passes(replay: Replay) -> np.ndarray | None:
 
 
 def _pauses(replay: Replay, nodes: np.ndarray, seconds: np.ndarray) -> tuple[np.ndarray, bool]:
-    """Seconds of pauses within each pass, and whether the recorder noted them."""
+    """Seconds of pauses within each pass, and whether the recorder noted them: ours notes all."""
     trace = replay.trace
-    if PAUSE in trace.kinds:
-        rows = np.flatnonzero(trace.kind == trace.kinds.index(PAUSE))
-        if (trace.end_s[rows] > trace.start_s[rows]).any():
-            return np.minimum(_recorded_pauses(replay, nodes, rows), seconds), True
+    rows = np.flatnonzero(trace.kind == (trace.kinds.index(PAUSE) if PAUSE in trace.kinds else -1))
+    if trace.job.in_turn or (trace.end_s[rows] > trace.start_s[rows]).any():
+        return np.minimum(_recorded_pauses(replay, nodes, rows), seconds), True
     pauses = np.zeros_like(seconds)
     pauses[:, 0] = _far_above(seconds[:, 0], seconds[:, 1])
     return pauses, False

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import numpy as np
 
+from megatron_balance.reading import Scalar
 from megatron_balance.topology import Topology
 
 FORWARD, BACKWARD = "forward-compute", "backward-compute"
@@ -18,6 +20,10 @@ PAUSE = "gc"  # of the garbage collector
 ONCE = (GATHER, SCATTER, LAYERNORM, EMBEDDING, SEPARATE, CLIP, OPTIMIZER, PAUSE)
 OPERATIONS = (FORWARD, BACKWARD, *TRANSFERS, *ONCE)
 COMBINED = "forward-backward-compute"  # ours: a forward and a backward pass that run as one (MoE overlap)
+# Ours: from the end of the step before to the first operation, as logging and emptying gradients; and what follows the optimizer,
+# as asking all ranks whether they could update.
+BEGIN, FINISH = "step-begin", "step-end"
+OURS = (COMBINED, BEGIN, FINISH)
 PASSES = (FORWARD, BACKWARD, COMBINED)
 
 
@@ -30,12 +36,20 @@ class Job:
         topology: PP, V, M, DP and more. The workers of a trace are its (data-parallel rank, pipeline rank) pairs.
         world_size: GPUs of the job, for the waste in GPU-hours.
         layers: transformer layers of each stage; stage ``chunk * PP + rank`` is a rank's chunk. None where it is not known.
+        in_turn: whether the operations of a rank run one after the other, each from the end of the one before, and clocks are
+            those of one rank: our recorder notes what the stream that computes does. Published traces note several streams.
+        sends_ahead: with ``in_turn``, whether a rank that sends goes on without waiting for the receiver (Megatron's
+            ``--overlap-p2p-communication``, which interleaved schedules have by default).
+        shapes: of the model, by name, as a costs file has them (``holds_for``); empty where they are not known.
     """
 
     name: str
     topology: Topology
     world_size: int
     layers: tuple[int, ...] | None = None
+    in_turn: bool = False
+    sends_ahead: bool = False
+    shapes: Mapping[str, Scalar] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, eq=False)

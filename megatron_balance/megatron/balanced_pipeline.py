@@ -86,6 +86,11 @@ def _refuse_conflicts(args: Any) -> None:
                 f"{FLAG} decides how many layers each stage gets: leave out --{name}"
                 + (f" {value}" if value is not True else "")
             )
+    if getattr(args, "export_kd_teacher_load", None) is not None:
+        raise BalanceError(
+            f"{FLAG} plans for the student alone, and Megatron would split the teacher of --export-kd-teacher-load by the same"
+            " layout: leave one of the two out, or give a split by hand with --pipeline-model-parallel-layout"
+        )
     if getattr(args, "use_legacy_models", False):
         raise BalanceError(f"{FLAG} cannot split legacy models: leave out --use-legacy-models or {FLAG}")
     if args.num_layers_per_virtual_pipeline_stage and args.num_virtual_stages_per_pipeline_rank:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+import functools
 import importlib
 import importlib.util
 import platform
@@ -17,6 +19,10 @@ from megatron_balance.errors import BalanceError
 from megatron_balance.megatron.measuring.software import version
 from megatron_balance.megatron.registry import Hook
 
+_WITHOUT = {  # what is left to do without a hook, by what needs it, if it is no flag
+    "measuring costs": "give --balanced-pipeline-costs analytic, or a costs file",
+    "the CPU runtime": "train on GPUs, which need none of it",
+}
 _PACKAGES = ("torch", "megatron-core", "transformer-engine", "flash-attn", "numba", "numpy")
 
 
@@ -40,7 +46,7 @@ def examine(checkout: str | None) -> int:
     hooks = _hooks()
     problems = [_problem(hook) for hook in hooks]
     console.print(_table(hooks, problems))
-    for problem in filter(None, problems):
+    for problem in dict.fromkeys(filter(None, problems)):
         console.print(problem, style="red", soft_wrap=True)
     return 1 if any(problems) else 0
 
@@ -76,11 +82,45 @@ def _hooks() -> tuple[Hook, ...]:
 
 
 def _problem(hook: Hook) -> str | None:
+    """What is missing, what needs it and what to do; None where the function is there."""
     try:
         hook.find()
     except BalanceError as error:
-        return str(error)
+        cause = error.__cause__
+        return _not_imported(hook.module, cause) if isinstance(cause, ImportError) else _not_there(hook)
     return None
+
+
+def _not_imported(module: str, error: ImportError) -> str:
+    """The same text for all functions of a module."""
+    missing = error.name if isinstance(error, ModuleNotFoundError) and error.name else "megatron"
+    if missing == "megatron.training":
+        remedy = "megatron-core carries it from 0.18 on, or give a checkout with --megatron-path"
+    elif missing.split(".")[0] == "megatron":
+        remedy = "this Megatron does not fit together: mend that first"
+    else:
+        remedy = f"install {missing} into this environment"
+    return f"{module} cannot be imported ({error}), so nothing in it was found: {remedy}."
+
+
+def _not_there(hook: Hook) -> str:
+    from megatron_balance.megatron.entry_points import HOOKS
+
+    *path, name = hook.attribute.split(".")
+    module = sys.modules[hook.module]
+    owner = functools.reduce(lambda found, part: getattr(found, part, None), path, module)
+    names = [each for each, value in vars(owner).items() if callable(value)] if owner is not None else []
+    similar = difflib.get_close_matches(name, names, n=3)
+    found = f" (there is {' and '.join(similar)})" if similar else ""
+    needs, without = f"{hook.flag} needs", _WITHOUT.get(hook.flag, f"train without {hook.flag}")
+    if hook in HOOKS:
+        needs, without = "every flag of ours needs", "train without our flags, which is stock training"
+    # All names of a function are replaced in the modules, but a method only under the name that is looked for.
+    rename = "" if path else f"if this fork only gave it another name, add `{name} = OTHER_NAME` behind it there; else "
+    remedy = rename + without
+    return (
+        f"{hook.path} is not in {module.__file__}{found}; {needs} it ({hook.purpose}). {remedy[0].upper()}{remedy[1:]}."
+    )
 
 
 def _software(megatron: ModuleType) -> Table:

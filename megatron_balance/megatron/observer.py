@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_balance.files import write_atomically
+from megatron_balance.megatron.chunks import contents, first_tensor
 from megatron_balance.megatron.registry import Hook, registry
 from megatron_balance.reporting import global_rank
 
@@ -47,7 +48,7 @@ class Observer:
             result = forward_step(*args, **kwargs)
             chunk = kwargs.get("vp_stage") or 0
             done = sum(kind == "forward" and where == chunk for kind, where, *_ in self._pending)
-            self._forwarded[id(_first(result[0]))] = (chunk, done)
+            self._forwarded[id(first_tensor(result[0]))] = (chunk, done)
             self._pending.append(("forward", chunk, done, start, _event()))
             return result
 
@@ -55,7 +56,7 @@ class Observer:
 
     def _around_backward(self, backward_step: Any) -> Any:
         def backward(input_tensor: Any, output_tensor: Any, *args: Any, **kwargs: Any) -> Any:
-            chunk, microbatch = self._forwarded.pop(id(_first(output_tensor)), (0, -1))
+            chunk, microbatch = self._forwarded.pop(id(first_tensor(output_tensor)), (0, -1))
             start = _event()
             result = backward_step(input_tensor, output_tensor, *args, **kwargs)
             self._pending.append(("backward", chunk, microbatch, start, _event()))
@@ -128,15 +129,8 @@ def observe(folder: str | Path) -> None:
 
 
 def _built(chunk: Any) -> dict[str, Any]:
-    """What a model chunk consists of: global numbers of its layers (from 1), and the parameters on this rank."""
-    while hasattr(chunk, "module"):  # data-parallel and precision wrappers
-        chunk = chunk.module
-    return {
-        "layers": [layer.layer_number for layer in chunk.decoder.layers],
-        "embedding": hasattr(chunk, "embedding"),
-        "head": hasattr(chunk, "output_layer"),
-        "parameters": sum(parameter.numel() for parameter in chunk.parameters()),
-    }
+    """`contents` of a chunk, and its parameters on this rank."""
+    return {**contents(chunk), "parameters": sum(parameter.numel() for parameter in chunk.parameters())}
 
 
 def _event() -> Any:
@@ -145,13 +139,6 @@ def _event() -> Any:
     event = torch.cuda.Event(enable_timing=True)
     event.record()
     return event
-
-
-def _first(tensors: Any) -> Any:
-    """The tensor, or the first of nested lists of them: Megatron passes either."""
-    while isinstance(tensors, list | tuple):
-        tensors = tensors[0]
-    return tensors
 
 
 def _pipeline_rank(args: Any) -> int:

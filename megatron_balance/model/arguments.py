@@ -17,28 +17,32 @@ DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 _BY_HAND = "Leave out --balanced-pipeline and give Megatron a split by hand with --pipeline-model-parallel-layout."
 
-# Arguments that change what a layer is in ways that have no cost here yet: what they build, and the way round.
+# Arguments that change what a layer is in ways that have no cost here yet, and what they build.
 _NOT_COVERED = {
-    "experimental_attention_variant": ("an experimental or linear attention variant", _BY_HAND),
-    "linear_attention_type": ("linear attention", _BY_HAND),
-    "enable_mhc_connections": ("several residual streams (hyper-connections)", _BY_HAND),
-    "mtp_use_repeated_layer": ("multi-token prediction with one repeated layer", _BY_HAND),
-    "spec": ("a layer specification of your own", _BY_HAND),
+    "experimental_attention_variant": "an experimental or linear attention variant",
+    "linear_attention_type": "linear attention",
+    "enable_mhc_connections": "several residual streams (hyper-connections)",
+    "mtp_use_repeated_layer": "multi-token prediction with one repeated layer",
+    "spec": "a layer specification of your own",
 }
 
 
-def refuse_uncovered(arguments: Mapping[str, Any]) -> None:
+def refuse_uncovered(arguments: Mapping[str, Any], flag: str = "--balanced-pipeline", remedy: str = _BY_HAND) -> None:
     """Refuse models that have no costs yet.
 
     A hybrid model's layer specification is Megatron's own, whose layers the pattern names.
+
+    Args:
+        flag: what needs the costs.
+        remedy: the way round.
 
     Raises:
         BalanceError: names what is not covered, and the way round.
     """
     hybrid = bool(arguments.get("is_hybrid_model")) or _pattern_text(arguments) is not None
-    for name, (what, remedy) in _NOT_COVERED.items():
+    for name, what in _NOT_COVERED.items():
         if arguments.get(name) and not (name == "spec" and hybrid):
-            raise BalanceError(f"--balanced-pipeline does not know the cost of {what} ({name} is set). {remedy}")
+            raise BalanceError(f"{flag} does not know the cost of {what} ({name} is set). {remedy}")
 
 
 def spec_fields(arguments: Mapping[str, Any]) -> dict[str, Any]:

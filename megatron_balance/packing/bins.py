@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -10,7 +9,7 @@ import numpy as np
 
 from megatron_balance.packing.cost import BinCost
 from megatron_balance.packing.grid import Grid
-from megatron_balance.packing.kernels import first_fit, longest_first, place_pieces
+from megatron_balance.packing.kernels import deal_longest_first, first_fit, longest_first, place_pieces
 from megatron_balance.packing.pieces import PieceRule
 
 
@@ -111,12 +110,8 @@ def order_bins(load: Load, grid: Grid, targets: np.ndarray, bins: np.ndarray) ->
     costliest = np.argsort(-cost, kind="stable")
     rows = np.add.accumulate(cost[costliest].reshape(-1, together), axis=1)[:, -1]
     places = np.argsort(-targets, kind="stable")
+    group, held = deal_longest_first(np.arange(rows.size), rows, groups)
+    first = (places[held] * topology.data_size + group * lockstep) * topology.micro_batch_size
     numbers = np.empty(grid.num_bins, dtype=np.int32)
-    least = [(0.0, group, 0) for group in range(groups)]  # cost so far, group, rows so far
-    for row, row_cost in enumerate(rows.tolist()):
-        load_s, group, held = heapq.heappop(least)
-        first = (places[held] * topology.data_size + group * lockstep) * topology.micro_batch_size
-        numbers[costliest[row * together : (row + 1) * together]] = np.arange(first, first + together)
-        if held + 1 < topology.num_microbatches:
-            heapq.heappush(least, (load_s + row_cost, group, held + 1))
+    numbers[costliest] = (first[:, None] + np.arange(together)).ravel()
     return numbers[bins]

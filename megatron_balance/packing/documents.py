@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +18,7 @@ from megatron_balance.packing.megatron_index import REBUILD, MegatronIndex
 from megatron_balance.packing.pieces import DROP, PieceRule
 
 _LEAST_SHARE = 1e-12  # of a blend
+_CHUNK = 1 << 20  # documents
 _FILES = (*length_files.ENDINGS, ".jsonl")
 
 
@@ -58,6 +59,11 @@ class Documents:
         lengths = lengths.view()
         lengths.flags.writeable = False
         return cls(name, lengths, digest(lengths))
+
+    def chunks(self) -> Iterator[np.ndarray]:
+        """The lengths a million at a time, int32, aligned, so that no more of a large file is in memory."""
+        for begin in range(0, self.lengths.size, _CHUNK):
+            yield np.array(self.lengths[begin : begin + _CHUNK], np.int32)
 
 
 def nothing_to_learn(documents: Documents, rule: PieceRule) -> BalanceError:

@@ -64,3 +64,14 @@ def epoch_pieces(documents: Documents, rule: PieceRule, data_set: int = 0) -> Pi
     first = (np.arange(document.size) - np.repeat(np.cumsum(counts) - counts, counts)) * capacity
     end = np.minimum(first + capacity, labels[document])
     return Pieces(np.full(document.size, data_set, np.int16), document, first, end)
+
+
+def epoch_squares(documents: Documents, rule: PieceRule) -> tuple[float, float]:
+    """Sum of the squares of the tokens of a data set's pieces, and sum of the tokens, without making the pieces."""
+    squares = tokens = 0.0
+    for lengths in documents.chunks():
+        labels = rule.kept_labels(np.maximum(lengths.astype(np.int64) - 1, 0))
+        whole, rest = np.divmod(labels.astype(np.float64), rule.seq_length)
+        squares += float(rest @ rest) + float(whole.sum()) * rule.seq_length**2
+        tokens += float(labels.sum())
+    return squares, tokens

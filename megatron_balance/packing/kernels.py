@@ -362,42 +362,70 @@ def place_pieces(order, room, cost, targets, pull, empty_cost, capacity, data_si
     )
     heights = np.empty((data_size // lockstep, targets.size))
     heights[:] = targets
-    best, gain = np.zeros(data_size, dtype=np.int64), np.zeros(data_size)
-    wakes = np.full(data_size, capacity)  # largest piece for which another bin of the rank may be better
     total = 0.0
     for place in range(pieces):
         total += cost[order[place]]
     slots.lack[:] = total / data_size
+    # Two tournaments over the ranks, node i the larger of nodes 2i and 2i + 1, rank r at ``leaves + r``: how much each wants a
+    # piece, and the largest piece for which another bin of it may be better. So no piece asks every rank.
+    leaves = 1
+    while leaves < data_size:
+        leaves *= 2
+    worth, wakes = np.full(2 * leaves, -np.inf), np.full(2 * leaves, -1)
+    wakes[leaves : leaves + data_size] = capacity
+    _play(wakes)
+    best = np.zeros(data_size, dtype=np.int64)
     placed, empty = 0, data_size * num_slots
     while placed < pieces and pieces - placed > empty:
         piece = order[placed]
         needed = room[piece]
-        chosen, chosen_worth = -1, -np.inf
-        for rank in range(data_size):
-            if wakes[rank] >= needed:
-                best[rank], gain[rank], wakes[rank] = _find_best(
-                    heights[rank // lockstep], slots.load[rank], slots.room[rank], needed, micro_batch_size
-                )
-            worth = gain[rank] + pull * slots.lack[rank]
-            if worth > chosen_worth:
-                chosen, chosen_worth = rank, worth
-        if chosen < 0:
+        while wakes[1] >= needed:
+            node = 1
+            while node < leaves:
+                node = 2 * node + (wakes[2 * node] < needed)
+            rank = node - leaves
+            best[rank], gain, wakes[node] = _find_best(
+                heights[rank // lockstep], slots.load[rank], slots.room[rank], needed, micro_batch_size
+            )
+            worth[node] = gain + pull * slots.lack[rank]
+            while node > 1:
+                node //= 2
+                worth[node] = max(worth[2 * node], worth[2 * node + 1])
+                wakes[node] = max(wakes[2 * node], wakes[2 * node + 1])
+        if worth[1] == -np.inf:
             if not _make_room(slots, room, cost, needed, micro_batch_size):
                 break
-            wakes[:] = capacity
+            wakes[leaves : leaves + data_size] = capacity
+            _play(wakes)
             continue
+        node = 1
+        while node < leaves:
+            node = 2 * node + (worth[2 * node] < worth[1])
+        chosen = node - leaves
         empty -= slots.head[chosen, best[chosen]] < 0
         k = _put(slots, piece, chosen, best[chosen], needed, cost[piece], micro_batch_size)
-        wakes[chosen] = capacity
+        first, last = chosen, chosen
         group = chosen // lockstep
         if lockstep > 1 and slots.load[chosen, k] > heights[group, k]:
             heights[group, k] = slots.load[chosen, k]
-            wakes[group * lockstep : (group + 1) * lockstep] = capacity
+            first, last = group * lockstep, group * lockstep + lockstep - 1
+        for rank in range(first, last + 1):
+            node = leaves + rank
+            while node > 0 and wakes[node] < capacity:
+                wakes[node] = capacity
+                node //= 2
         placed += 1
     if pieces - placed <= empty:
         _one_to_each(slots, order[placed:], room, cost, targets, pull, micro_batch_size)
         placed = pieces
     return _bins_of(slots, micro_batch_size), placed
+
+
+@compiled
+def _play(tournament):
+    """Set the inner nodes of a tournament by its leaves."""
+    for node in range(tournament.size // 2 - 1, 0, -1):
+        tournament[node] = max(tournament[2 * node], tournament[2 * node + 1])
 
 
 @compiled
@@ -445,17 +473,27 @@ def _put(slots, piece, rank, slot, needed, cost, micro_batch_size):
 @compiled
 def _one_to_each(slots, left, room, cost, targets, pull, micro_batch_size):
     """Give the pieces that are left to the empty bins, one to each, the costliest first."""
-    data_size, num_slots = slots.room.shape
+    data_size = slots.room.shape[0]
+    best, worth = np.empty(data_size, dtype=np.int64), np.empty(data_size)
+    for rank in range(data_size):
+        best[rank], worth[rank] = _best_empty(slots, rank, targets, pull, micro_batch_size)
     for piece in left:
-        chosen, chosen_slot, chosen_worth = -1, -1, -np.inf
-        for rank in range(data_size):
-            for slot in range(num_slots):
-                if slots.head[rank, slot] < 0:
-                    k = slot // micro_batch_size
-                    worth = targets[k] - slots.load[rank, k] + pull * slots.lack[rank]
-                    if worth > chosen_worth:
-                        chosen, chosen_slot, chosen_worth = rank, slot, worth
-        _put(slots, piece, chosen, chosen_slot, room[piece], cost[piece], micro_batch_size)
+        chosen = np.argmax(worth)  # the first of equals
+        _put(slots, piece, chosen, best[chosen], room[piece], cost[piece], micro_batch_size)
+        best[chosen], worth[chosen] = _best_empty(slots, chosen, targets, pull, micro_batch_size)
+
+
+@compiled
+def _best_empty(slots, rank, targets, pull, micro_batch_size):
+    """A rank's empty bin that wants a piece most, and how much; -1 and -inf where it has none."""
+    chosen, chosen_worth = -1, -np.inf
+    for slot in range(slots.room.shape[1]):
+        if slots.head[rank, slot] < 0:
+            k = slot // micro_batch_size
+            worth = targets[k] - slots.load[rank, k] + pull * slots.lack[rank]
+            if worth > chosen_worth:
+                chosen, chosen_worth = slot, worth
+    return chosen, chosen_worth
 
 
 @compiled
@@ -535,9 +573,6 @@ def _replace(slots, rank, slot, piece, other):
     slots.below[above] = other
 
 
-# --- what it is compared with
-
-
 @compiled
 def deal_longest_first(order, cost, ranks):
     """Deal bins to the rank with the least cost so far that has not got its share of them.
@@ -551,13 +586,22 @@ def deal_longest_first(order, cost, ranks):
         Rank of each bin, and how many the rank had before it, each int64 of shape [bins].
     """
     rank_of, turn = np.empty(order.size, np.int64), np.empty(order.size, np.int64)
-    load, held = np.zeros(ranks), np.zeros(ranks, np.int64)
+    leaves = 1
+    while leaves < ranks:
+        leaves *= 2
+    load, held = np.full(2 * leaves, np.inf), np.zeros(ranks, np.int64)  # a tournament: node i is min(2i, 2i + 1)
+    load[leaves : leaves + ranks] = 0.0
+    for node in range(leaves - 1, 0, -1):
+        load[node] = min(load[2 * node], load[2 * node + 1])
     for each in order:
-        least = -1
-        for rank in range(ranks):
-            if held[rank] < order.size // ranks and (least < 0 or load[rank] < load[least]):
-                least = rank
-        rank_of[each], turn[each] = least, held[least]
-        load[least] += cost[each]
-        held[least] += 1
+        node = 1
+        while node < leaves:
+            node = 2 * node + (load[2 * node] > load[1])
+        rank = node - leaves
+        rank_of[each], turn[each] = rank, held[rank]
+        held[rank] += 1
+        load[node] = load[node] + cost[each] if held[rank] < order.size // ranks else np.inf
+        while node > 1:
+            node //= 2
+            load[node] = min(load[2 * node], load[2 * node + 1])
     return rank_of, turn

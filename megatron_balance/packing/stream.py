@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -22,7 +22,6 @@ _FORMAT, _FORMAT_VERSION = "megatron-balance packing cursor", 1
 _WINDOWS = 1 << 20  # documents looked up at a time, in all data sets together
 _WINDOW = (1 << 8, 1 << 16)  # least and most of one data set
 _KEPT_EPOCHS = 2  # orders held of each data set: a batch may straddle two
-_SCAN = 1 << 20  # documents counted at a time
 _LONG = {SPLIT: kernels.KEEP_REST, TRUNCATE: kernels.CUT_REST, DROP: kernels.DROP_LONG}
 _MOST_DATA_SETS = np.iinfo(np.int16).max
 _MOST_SEED = 2**53  # JSON readers keep whole numbers below
@@ -266,7 +265,7 @@ class Stream:
         self._reader = _Reader(blend.data_sets, orders)
         self._out = np.empty((4, 1024), np.int64)
         self._known: tuple[Cursor | None, np.ndarray] = (None, np.empty(0, np.int64))
-        self._uncounted = (chunk for documents in blend.data_sets for chunk in _chunks(documents))
+        self._uncounted = (chunk for documents in blend.data_sets for chunk in documents.chunks())
         self._counted = np.zeros(4, np.int64)
 
     @property
@@ -358,16 +357,11 @@ class Stream:
 
     def _check_data(self, documents: Documents) -> None:
         totals = np.zeros(4, np.int64)
-        for chunk in _chunks(documents):
+        for chunk in documents.chunks():
             kernels.count_pieces(chunk, self._rule, totals)
             if totals[2]:
                 return
         raise nothing_to_learn(documents, self.rule)
-
-
-def _chunks(documents: Documents) -> Iterator[np.ndarray]:
-    for begin in range(0, documents.lengths.size, _SCAN):
-        yield np.array(documents.lengths[begin : begin + _SCAN], np.int32)
 
 
 def _check_blend(blend: Blend, seed: int) -> None:

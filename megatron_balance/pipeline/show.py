@@ -5,8 +5,10 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Container, Iterator, Sequence
 from itertools import groupby
+from typing import TYPE_CHECKING
 
-from megatron_balance.pipeline.plan import Plan
+if TYPE_CHECKING:
+    from megatron_balance.pipeline.plan import Plan  # whose search loads compiled code
 
 _LABEL_WIDTH = 12
 _GB = 1e9

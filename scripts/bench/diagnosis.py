@@ -2,7 +2,8 @@
 """How long diagnosis takes to replay a trace: beside the published tool, and on a made trace of 1,024 ranks.
 
 The published tool is ByteDance's StragglerAnalysis, three processes a trace (S with S_t and S_w; M_S; M_W); ours says the same in
-one. Both run in turns, whole processes with the start of Python in them. The published tool needs an interpreter of its own
+one: `megatron-balance diagnose`, which also names the causes and prints the checklist and the fix. Both run in turns, whole
+processes with the start of Python in them. The published tool needs an interpreter of its own
 (pandas before 3, pyarrow, PyYAML, tqdm) and a checkout whose ``data`` folder has the traces.
 
     python scripts/bench/diagnosis.py [--published CHECKOUT --published-python PYTHON] [--runs N] [--large]
@@ -31,12 +32,7 @@ for folder in (ROOT, ROOT / "tests"):  # run from a checkout that is not install
 
 NAMES = ("ST", "SE")
 LARGEST_SHARE, MOST_S, MOST_BYTES = 0.2, 60.0, 8e9
-OURS = (
-    "import sys; from megatron_balance.diagnosis.reading import read_trace; "
-    "from megatron_balance.diagnosis.whatif import slowdown_of; "
-    "s = slowdown_of(read_trace(sys.argv[1], sys.argv[2] if len(sys.argv) > 2 else None)); "
-    "print(f'S {s.slowdown:.4f} M_S {s.last_stage:.4f} M_W {s.slowest_workers:.4f}')"
-)
+OURS = ("-m", "megatron_balance.cli", "diagnose")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -48,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     good = True
     if options.published:
-        print("| trace | published: S | M_S | M_W | all three | ours | share |")
+        print("| trace | published: S | M_S | M_W | all three | `megatron-balance diagnose` | share |")
         print("|---|---|---|---|---|---|---|")
         for name in NAMES:
             good &= _beside(name, options.published.resolve(), options.published_python, options.runs)
@@ -59,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _beside(name: str, checkout: Path, python: str, runs: int) -> bool:
     data = checkout / "data"
-    ours = [sys.executable, "-c", OURS, str(data / f"trace-{name}.parquet"), str(data / f"meta-{name}.yaml")]
+    ours = [sys.executable, *OURS, str(data / f"trace-{name}.parquet"), "--meta", str(data / f"meta-{name}.yaml")]
     samples = []
     with tempfile.TemporaryDirectory() as folder:
         result = ["--analysis-result", str(data / f"result-{name}.json")]
@@ -100,7 +96,7 @@ def _large() -> bool:
         _seconds(writer, os.pathsep.join([str(ROOT), str(Path(__file__).parent)]))
         files = sorted(Path(folder).iterdir())
         size = sum(file.stat().st_size for file in files)
-        seconds = _seconds([sys.executable, "-c", OURS, folder], str(ROOT))
+        seconds = _seconds([sys.executable, *OURS, folder], str(ROOT))
     peak = 1024 * resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
     print(
         f"1,024 ranks, 64 steps, {len(files)} files of {size / 1e6:.0f} MB: {seconds:.1f} s, peak {peak / 1e9:.2f} GB"

@@ -1,11 +1,15 @@
 #!/usr/bin/env python3
-"""What `--straggler-trace` costs: real training on the CPU, recorded every other step in one process.
+"""What `--straggler-trace` costs, and whether what it records gives the step again: real training on the CPU.
 
-Steps are compared in pairs, a recorded one with the one beside it that was not, in turns of order: on, off, off, on. The steps that
-write a part are told apart: their cost is a share of the interval. Two cores are needed, and a quiet machine: about two minutes.
-Exits with 1 if a target is missed.
+overhead  recorded against not recorded, step by step in one process, in pairs of neighbours in turns of order: on, off, off, on.
+          The steps that write a part are told apart: their cost is a share of the interval. Target: median below 1 % of a step.
+replay    the step that the recorded durations give, against what Megatron logs as elapsed time per iteration, data loading,
+          optimizer and logging with it. Target: median within 3 %.
 
-    python scripts/bench/recorder.py [--steps N] [--only PP2|DP2] [--out FOLDER]
+Needs two cores and a quiet machine; four ranks on two cores say so in their name. About half a minute to a minute a case. Exits
+with 1 if a target is missed.
+
+    python scripts/bench/recorder.py [CASE ...] [--steps N] [--out FOLDER]
 """
 
 from __future__ import annotations
@@ -13,6 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -21,67 +26,119 @@ from pathlib import Path
 import numpy as np
 
 ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT))
+
+from megatron_balance.diagnosis.reading import read_trace  # noqa: E402
+from megatron_balance.diagnosis.replay import Replay  # noqa: E402
+
 DRIVER = Path(__file__).with_name("recorder_observed.py")
-CASES = {"PP2": "--pipeline-model-parallel-size 2", "DP2": ""}
-TARGET, INTERVAL, WARMUP = 0.01, 100, 8
-MODEL = (
-    "--num-layers 4 --hidden-size 128 --num-attention-heads 4 --seq-length 128 --max-position-embeddings 128 --micro-batch-size 1"
-    " --global-batch-size 8 --lr 1e-3 --lr-decay-style constant --mock-data --split 98,1,1 --tokenizer-type NullTokenizer"
-    " --vocab-size 1023 --num-workers 0 --log-interval 100 --eval-iters 0 --eval-interval 100000 --transformer-impl local"
-    " --hidden-dropout 0 --attention-dropout 0 --untie-embeddings-and-output-weights"
-).split()
+SMALL, LARGE = (
+    "--num-layers 4 --hidden-size 128 --num-attention-heads 4 --seq-length 128",
+    "--num-layers 8 --hidden-size 256 --num-attention-heads 4 --seq-length 512",
+)
+PP2, VPP2 = "--pipeline-model-parallel-size 2", "--num-virtual-stages-per-pipeline-rank 2"
+CASES = {  # what is asked, model, flags, ranks, steps
+    "overhead-PP2": ("overhead", SMALL, PP2, 2, 600),
+    "overhead-DP2": ("overhead", SMALL, "", 2, 600),
+    "replay-PP2": ("replay", SMALL, PP2, 2, 200),
+    "replay-PP2-VPP2": ("replay", SMALL, f"{PP2} {VPP2}", 2, 200),
+    "replay-DP2": ("replay", SMALL, "", 2, 200),
+    "replay-DP2-PP2-on-2-cores": ("replay", SMALL, PP2, 4, 200),
+    "replay-PP2-large": ("replay", LARGE, PP2, 2, 50),
+    "replay-PP2-VPP2-large": ("replay", LARGE, f"{PP2} {VPP2}", 2, 50),
+    "replay-DP2-PP2-on-2-cores-large": ("replay", LARGE, PP2, 4, 30),
+}
+MICROBATCHES = {"overhead": 4, "replay": 8}  # of a step: few make what is done once a step weigh more
+OVERHEAD, REPLAY, INTERVAL, WARMUP = 0.01, 0.03, 40, 8
+COMMON = (
+    "--max-position-embeddings 512 --micro-batch-size 1 --lr 1e-3 --lr-decay-style constant --mock-data --split 98,1,1"
+    " --tokenizer-type NullTokenizer --vocab-size 1023 --num-workers 0 --eval-iters 0 --eval-interval 100000"
+    " --transformer-impl local --hidden-dropout 0 --attention-dropout 0 --untie-embeddings-and-output-weights"
+)
+_ELAPSED = re.compile(r"iteration +(\d+)/.*elapsed time per iteration \(ms\): ([\d.]+)")
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=600, help="of each case; half of them are recorded")
-    parser.add_argument("--only", choices=CASES)
+    parser.add_argument("cases", nargs="*", metavar="CASE", help=f"of {', '.join(CASES)}; default: all")
+    parser.add_argument(
+        "--steps", type=int, help="of each case (default: the case's own; of overhead half are recorded)"
+    )
     parser.add_argument("--out", type=Path, default=ROOT / "recorder-bench-out")
     options = parser.parse_args()
+    if unknown := [name for name in options.cases if name not in CASES]:
+        parser.error(f"no case {', '.join(unknown)}: there are {', '.join(CASES)}")
     missed = 0
-    for name in [options.only] if options.only else CASES:
-        missed += _case(name, options.steps, options.out.resolve() / name)
+    for name in options.cases or CASES:
+        kind, *_, steps = CASES[name]
+        ask = {"overhead": _overhead, "replay": _replay}[kind]
+        missed += not ask(name, options.steps or steps, options.out.resolve() / name)
     return 1 if missed else 0
 
 
-def _case(name: str, steps: int, folder: Path) -> bool:
+def _train(name: str, steps: int, folder: Path, driver: list[str], log_interval: int) -> str:
+    """What the job prints."""
+    kind, model, flags, ranks, _ = CASES[name]
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    trace = f"--straggler-trace {folder / 'trace'} --straggler-trace-interval {INTERVAL} --train-iters {steps}"
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node=2",
-        str(DRIVER),
-        str(folder),
-    ]
-    command += ["--device", "cpu", *MODEL, *CASES[name].split(), *trace.split()]
+    trace = f"--straggler-trace {folder / 'trace'} --straggler-trace-interval {INTERVAL}"
+    batch = MICROBATCHES[kind] * (2 if "DP2" in name else 1)
+    size = f"--train-iters {steps} --global-batch-size {batch} --log-interval {log_interval}"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", *driver]
+    command += ["--device", "cpu", *f"{model} {COMMON} {flags} {size} {trace}".split()]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     with (folder / "output.log").open("w") as log:
         subprocess.run(command, env=environment, stdout=log, stderr=subprocess.STDOUT, check=True, cwd=folder)
+    return (folder / "output.log").read_text(errors="replace")
+
+
+def _replay(name: str, steps: int, folder: Path) -> bool:
+    printed = _train(name, steps, folder, ["-m", "megatron_balance.run"], log_interval=1)
+    logged_s = {int(step): float(shown) / 1000 for step, shown in _ELAPSED.findall(printed)}
+    trace = read_trace(folder / "trace")
+    replay = Replay(trace)
+    settled = np.array([int(step) > WARMUP and int(step) in logged_s for step in replay.steps])
+    measured_s = np.array([logged_s[int(step)] for step in replay.steps[settled]])
+    replayed_s = replay.steps_with_s(replay.actual_s)[settled]
+    recorded_s = replay.recorded_step_s[settled]
+    median, low, high = _median(replayed_s / measured_s - 1)
+    passes = np.isin(replay.nodes.kind, [replay.nodes.kinds.index(f"{way}-compute") for way in ("forward", "backward")])
+    pass_ms = 1000 * np.percentile(replay.actual_s[:, passes], [5, 95])
+    print(
+        f"{name}: {measured_s.size} steps of {1000 * np.median(measured_s):.1f} ms, passes of {pass_ms[0]:.1f} to"
+        f" {pass_ms[1]:.1f} ms: replayed over measured {100 * median:+.2f} % (95 % {100 * low:+.2f} to {100 * high:+.2f}), all"
+        f" together {100 * (replayed_s.sum() / measured_s.sum() - 1):+.2f} %; recorded over measured"
+        f" {100 * float(np.median(recorded_s / measured_s - 1)):+.2f} %{''.join(f'; {line}' for line in trace.problems)}",
+        flush=True,
+    )
+    return abs(median) <= REPLAY
+
+
+def _overhead(name: str, steps: int, folder: Path) -> bool:
+    _train(name, steps, folder, [str(DRIVER), str(folder)], log_interval=100)
     ranks = [json.loads(path.read_text()) for path in sorted(folder.glob("steps-*.json"))]
     # A step is over when all ranks have finished it, so their means tell the same; the mean lessens the noise of one.
     step, on, _ = (np.array(column) for column in zip(*ranks[0], strict=True))
     seconds = np.mean([[row[2] for row in rank] for rank in ranks], axis=0)
-    writes = step % INTERVAL == 0
-    pairs = _pairs(step, on.astype(bool), seconds, writes)
-    median, low, high = _median(pairs)
+    on, writes = on.astype(bool), step % INTERVAL == 0
+    recorded_s, other_s = _pairs(step, on, seconds, writes).T
+    median, low, high = _median(recorded_s / other_s - 1)
+    microseconds = [1e6 * each for each in _median(recorded_s - other_s)]
     size = sum(path.stat().st_size for path in (folder / "trace").iterdir()) / len(ranks)
     write_s = float(np.median(seconds[writes]) - np.median(seconds[~writes])) if writes.any() else 0.0
-    off_s = float(np.median(seconds[~on.astype(bool)]))
+    off_s = float(np.median(seconds[~on]))
     print(
-        f"{name}: {pairs.size} pairs of steps of {1000 * off_s:.1f} ms: recorded over not recorded {100 * median:+.2f} %"
-        f" (95 % {100 * low:+.2f} to {100 * high:+.2f}); a write {1000 * write_s:.1f} ms,"
-        f" {100 * write_s / INTERVAL / off_s:.3f} % of {INTERVAL} steps; {size / on.sum():.0f} bytes a recorded step and rank",
+        f"{name}: {recorded_s.size} pairs of steps of {1000 * off_s:.1f} ms: recorded over not recorded {100 * median:+.2f} %"
+        f" (95 % {100 * low:+.2f} to {100 * high:+.2f}), {microseconds[0]:+.0f} us a step ({microseconds[1]:+.0f} to"
+        f" {microseconds[2]:+.0f}); a write {1000 * write_s:.1f} ms, {100 * write_s / INTERVAL / off_s:.3f} % of {INTERVAL} steps;"
+        f" {size / on.sum():.0f} bytes a recorded step and rank",
         flush=True,
     )
-    return median > TARGET
+    return median <= OVERHEAD
 
 
 def _pairs(step: np.ndarray, on: np.ndarray, seconds: np.ndarray, writes: np.ndarray) -> np.ndarray:
-    """Seconds of a recorded step over those of the one beside it, minus 1."""
+    """Seconds of a recorded step and of the one beside it that was not, [pairs, 2]."""
     kept = {
         int(number): (bool(is_on), float(took))
         for number, is_on, took, left in zip(step, on, seconds, writes, strict=True)
@@ -93,7 +150,7 @@ def _pairs(step: np.ndarray, on: np.ndarray, seconds: np.ndarray, writes: np.nda
             first, second = kept[number], kept[number + 1]
             if first[0] != second[0]:
                 recorded, other = (first, second) if first[0] else (second, first)
-                found.append(recorded[1] / other[1] - 1)
+                found.append((recorded[1], other[1]))
     return np.array(found)
 
 

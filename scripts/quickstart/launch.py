@@ -236,10 +236,10 @@ def run(
         raise LaunchFailed(
             f"This launch ended before the others could follow. Its whole output: {next(iter(processes))}"
         )
-    for log, process in processes.items():
-        if process.returncode > 0:
+    for log, status in zip(processes, statuses, strict=True):  # as it was before the others were stopped
+        if status:
             end = end_of_log(log.read_text(errors="replace"))
-            raise LaunchFailed(f"{end}\n\nThis launch failed with status {process.returncode}. Its whole output: {log}")
+            raise LaunchFailed(f"{end}\n\nThis launch failed with status {status}. Its whole output: {log}")
 
 
 def _start(command: list[str], log: Path, environment: dict[str, str]) -> subprocess.Popen:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from statistics import median, quantiles
 
+import numpy as np
 from rich.table import Table
 
 from megatron_balance.pipeline.plan import Plan
@@ -41,7 +42,7 @@ class Summary:
         predicted_speedup: ``predicted_uniform_step_s / predicted_balanced_step_s``, from the plan, made before training.
         prediction_over_measured: ``predicted_speedup / measured_speedup``.
         turn_spread: third over first quartile of the step times of a split; 1 on a perfectly quiet machine.
-        max_loss_difference: largest ``|balanced - uniform| / |uniform|`` of the same step of a pair.
+        max_loss_difference: largest ``|balanced - uniform| / |uniform|`` of the same step of a pair; NaN where a loss is.
         uniform_busy_s, balanced_busy_s: time that each stage computes in one step.
         rounds: every turn that counts, in its order.
     """
@@ -104,7 +105,7 @@ def summarize(rounds: list[Round], warmup: int, plan: Plan, device: str) -> Summ
         prediction_over_measured=predicted_speedup / median(pair_speedups),
         costs_source=plan.costs_source,
         turn_spread=max(_spread(uniform), _spread(balanced)),
-        max_loss_difference=max(loss_difference(one.step, other.step) for one, other in every_pair),
+        max_loss_difference=float(np.max([loss_difference(one.step, other.step) for one, other in every_pair])),
         uniform_busy_s=_busy_s(uniform),
         balanced_busy_s=_busy_s(balanced),
         device=device,

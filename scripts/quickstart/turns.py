@@ -82,15 +82,23 @@ def take_turns(folder: Path, job: str, order: str) -> None:
     The hook is put in place when training begins, behind all those of the job, and so around them: waiting is no part of a
     step, neither of an observed nor of a recorded one.
     """
+    from megatron_balance.megatron.recorder.recorder import leave_out
     from megatron_balance.megatron.registry import Hook, registry
 
     folder.mkdir(parents=True, exist_ok=True)
     taking = Turns(folder, order.split(","), job, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
     atexit.register(taking.end)
 
+    def around_step(train_step: Callable[..., Any]) -> Callable[..., Any]:
+        def step(*args: Any, **kwargs: Any) -> Any:
+            leave_out()  # a recorded step begins where the one before it ended, which was before the wait
+            return train_step(*args, **kwargs)
+
+        return taking.around(step)
+
     def around_train(train: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
-            registry.apply(Hook(_TRAINING, "train_step", _PURPOSE, "waits for its turn", taking.around))
+            registry.apply(Hook(_TRAINING, "train_step", _PURPOSE, "waits for its turn", around_step))
             return train(*args, **kwargs)
 
         return run

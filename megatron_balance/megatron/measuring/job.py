@@ -111,6 +111,7 @@ _OVERRIDES: dict[str, Any] = {
     "save_wgrads_interval": None,
     "save_dgrads_interval": None,
     "logits_save_dir": None,
+    "logits_load_dir": None,
     "replication": False,
     # Captured graphs would run past the hooks, and overlapped communication past a group that does not communicate.
     "cuda_graph_impl": "none",

@@ -54,9 +54,20 @@ def _needs_fixed(args: Any) -> str | None:
             return f"{conflict.flag} ({conflict.reason})"
     if getattr(args, "num_experts", None) and getattr(args, "moe_token_dispatcher_type", None) == "allgather":
         return "--moe-token-dispatcher-type allgather (it gathers equally many tokens of each rank; alltoall does not)"
+    if not _knows_communicator():
+        return "a Megatron before 0.14 (its stages tell one another shapes in another way)"
+    if getattr(args, "export_kd_teacher_load", None) and args.pipeline_model_parallel_size > 1:
+        return "--export-kd-teacher-load (stages send on what the teacher computes, too)"
     if getattr(args, "mtp_num_layers", None) and _predicts_apart(args):
         return "multi-token prediction in stages before the last (what they send on is longer by what they predict)"
     return None
+
+
+def _knows_communicator() -> bool:
+    """Whether stages send by the class whose answer about shapes is replaced."""
+    from megatron.core.pipeline_parallel import p2p_communication
+
+    return hasattr(p2p_communication, "P2PCommunicator")
 
 
 def _predicts_apart(args: Any) -> bool:

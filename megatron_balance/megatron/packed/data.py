@@ -30,8 +30,8 @@ from megatron_balance.megatron.packed.stages import reads_tokens
 from megatron_balance.megatron.registry import registry
 from megatron_balance.packing.cost import VARIABLE, BinCost
 from megatron_balance.packing.cut import batches
-from megatron_balance.packing.documents import Blend, default_cache_folder
-from megatron_balance.packing.epoch import Epoch, epoch_pieces
+from megatron_balance.packing.documents import Blend, default_cache_folder, nothing_to_learn
+from megatron_balance.packing.epoch import Epoch, epoch_squares
 from megatron_balance.packing.index import epoch_order
 from megatron_balance.packing.pieces import PieceRule
 from megatron_balance.packing.profile import tuning_grid, tuning_samples
@@ -104,7 +104,8 @@ def planner_of(split: Split) -> Planner:
     args, stream = get_args(), stream_of(split)
     if split == Split.train:
         planner = Planner(stream, cursors.start(args, stream), _train_size(), placing())
-        stored_layout.cursor_to_store[:] = [lambda: planner.cursor(args.consumed_train_samples).to_json()]
+        # The arguments as they are then: an in-process restart parses them anew.
+        stored_layout.cursor_to_store[:] = [lambda: planner.cursor(get_args().consumed_train_samples).to_json()]
         return planner
     size = getattr(args, "eval_micro_batch_size", None) or args.micro_batch_size
     planner = Planner(stream, (0, stream.start), _eval_size(args), placing().for_evaluation(size))
@@ -138,10 +139,11 @@ def attention_share(args: Any) -> float:
     """
     rule = rule_of(args)
     split = next(split for split in Split if sources_of(split))
-    tokens = np.concatenate([epoch_pieces(source.documents, rule).tokens for source, _ in sources_of(split)]).astype(
-        float
-    )
-    return float(tokens @ tokens / (tokens.sum() * rule.seq_length))
+    sums = [epoch_squares(source.documents, rule) for source, _ in sources_of(split)]
+    squares, tokens = map(sum, zip(*sums, strict=True))
+    if not tokens:
+        raise nothing_to_learn(sources_of(split)[0][0].documents, rule)
+    return squares / (tokens * rule.seq_length)
 
 
 @cache

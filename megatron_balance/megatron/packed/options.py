@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_balance.errors import BalanceError
+from megatron_balance.model import refuse_uncovered
 from megatron_balance.packing.cost import SHAPES
 from megatron_balance.packing.pieces import LONG_DOCUMENTS, SPLIT, TRUNCATE
 
@@ -88,7 +89,7 @@ def add_arguments(group: argparse._ArgumentGroup) -> None:
         choices=(AUTO, *SHAPES),
         help="Micro-batches padded to --seq-length (fixed), or of the length of their documents, so that padding is not computed"
         " (variable; no shapes are sent between stages). Default: auto, which is variable unless something in the job needs"
-        " fixed shapes: what the simulation prefers, not yet measured on a GPU.",
+        " fixed shapes: faster on the CPU, and on a GPU by simulation alone.",
     )
     group.add_argument(
         f"{FLAG}-micro-batches",
@@ -133,6 +134,9 @@ def _one_of(*values: Any) -> Callable[[Any], bool]:
 
 _OWN_BOUNDS = "the bounds of documents come from the index, not from end-of-document tokens: leave it out"
 _OTHER_PACKER = "it packs by a rule of its own: leave one of the two out"
+_BY_PLACE = (
+    "a teacher's values are stored by place in stock's batches, and packed ones hold other tokens there: leave it out"
+)
 _FIXED_ITEMS = "every item has its place in a global batch that is planned as a whole: leave it out"
 
 CONFLICTS = (
@@ -170,6 +174,8 @@ CONFLICTS = (
         "--dataloader-type cyclic|external",
         f"{_FIXED_ITEMS} (single)",
     ),
+    Conflict("logits_save_dir", bool, "--logits-save-dir", _BY_PLACE),
+    Conflict("logits_load_dir", bool, "--logits-load-dir", _BY_PLACE),
     Conflict("decrease_batch_size_if_needed", bool, "--decrease-batch-size-if-needed", _FIXED_ITEMS),
     Conflict(
         "non_persistent_ckpt_type",
@@ -216,6 +222,7 @@ def refuse_conflicts(args: Any) -> None:
         value = getattr(args, conflict.name, None)
         if value is not None and conflict.is_set(value):
             raise BalanceError(f"{FLAG} cannot be used with {conflict.flag}: {conflict.reason}")
+    refuse_uncovered(without_spec(args), FLAG, f"Leave out {FLAG}.")
     _check_graphs(args)
     if getattr(args, "full_validation", False):
         _check_full_validation(args)
@@ -224,6 +231,14 @@ def refuse_conflicts(args: Any) -> None:
             f"{FLAG} needs --calculate-per-token-loss: micro-batches hold different numbers of labels, and without it the"
             " gradient would depend on which documents share one"
         )
+
+
+def without_spec(args: Any) -> dict[str, Any]:
+    """The arguments of the model that documents are placed for: layers of one's own are taken to cost what Megatron's do.
+
+    Where that is wrong, ranks wait for one another, and nothing else is.
+    """
+    return {**vars(args), "spec": None}
 
 
 def _check_graphs(args: Any) -> None:

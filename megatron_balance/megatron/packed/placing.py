@@ -14,6 +14,7 @@ from megatron_balance.costs.analytic import analytic_table
 from megatron_balance.megatron.agreement import decide_on_rank_0
 from megatron_balance.megatron.arguments import ANALYTIC, Options, topology_of
 from megatron_balance.megatron.job_costs import device_here, device_of_job, table_of_job
+from megatron_balance.megatron.packed.options import without_spec
 from megatron_balance.model import ModelSpec
 from megatron_balance.packing import sizes
 from megatron_balance.packing.cost import BinCost, SequenceCost
@@ -100,11 +101,12 @@ def spread(bins: np.ndarray, tokens: np.ndarray, filled: int, num_bins: int) -> 
 def agreed_cost(args: Any, grid: Grid) -> SequenceCost:
     """What a sequence costs by rank 0, on all ranks: they must not place by costs of different devices.
 
-    With ``--balanced-pipeline`` from the costs that the split is planned on, unless they are of a trace; else estimated.
+    With ``--balanced-pipeline`` from the costs that the split is planned on, unless they are of a trace; else estimated, with
+    Megatron's own layers in place of others.
     """
 
     def find() -> str:
-        model, topology, options = ModelSpec.from_arguments(vars(args)), grid.topology, Options.from_args(args)
+        model, topology, options = ModelSpec.from_arguments(without_spec(args)), grid.topology, Options.from_args(args)
         # Attention within sequences visits the unmasked half only and keeps no scores, also in local layers.
         fused = replace(model, fused_kernels=True)
         if options is None or options.costs_kind == ANALYTIC:

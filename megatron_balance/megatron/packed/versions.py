@@ -13,11 +13,16 @@ _VARIANTS = "megatron.core.transformer.experimental_attention_variant"
 
 
 def refuse_missing(args: Any) -> None:
-    """Refuse models whose layers would mix documents on this Megatron.
+    """Refuse models whose layers would mix documents on this Megatron, and gradients that it would not divide by the labels.
 
     Raises:
         BalanceError: says which flag, and what to do.
     """
+    if getattr(args, "use_torch_fsdp2", False) and not _divides_gradients():
+        raise BalanceError(
+            f"{FLAG} cannot be used with --use-torch-fsdp2 on this Megatron, which then does not divide gradients by the number of"
+            " labels as --calculate-per-token-loss asks: take the distributed optimizer or --use-megatron-fsdp"
+        )
     if args.mtp_num_layers:
         from megatron.core.transformer.multi_token_prediction import roll_tensor
 
@@ -39,6 +44,14 @@ def refuse_missing(args: Any) -> None:
             f"{FLAG} cannot be used with --experimental-attention-variant dsa on this Megatron, whose sparse attention chooses"
             " tokens of other documents: take Megatron 0.19 or newer"
         )
+
+
+def _divides_gradients() -> bool:
+    """Whether torch's FSDP has a way of its own to scale gradients: what it inherits does nothing."""
+    from megatron.core.distributed.data_parallel_base import _BaseDataParallel
+    from megatron.core.distributed.torch_fully_sharded_data_parallel import TorchFullyShardedDataParallel
+
+    return TorchFullyShardedDataParallel.scale_gradients is not _BaseDataParallel.scale_gradients
 
 
 def _has(module: str) -> bool:

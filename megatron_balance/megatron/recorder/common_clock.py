@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import socket
 import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 from megatron_balance.megatron.agreement import said_by_all
 
-_ROUNDS = 12
-_PATIENCE_S = 2.0
+_ROUNDS, _LATER_ROUNDS = 12, 3  # of questions to rank 0: before the first recorded step, and at intervals
+_COMES_S = 0.5  # that rank 0 waits for a machine: all come from the same step
+_PATIENCE_S = 5.0  # that others wait for rank 0, which answers one machine after the other
 
 
 class CommonClock:
@@ -39,39 +41,49 @@ class CommonClock:
             first.setdefault(machine, other)
         self._asks = first[self._machines[rank][0]]  # the rank that asks for this machine
         self._asking = sorted({*first.values()} - {0})
-        self._round = 0
+        self._round, self._questions = 0, _ROUNDS
+        self._is_answered = True
+        self._patience_s = _PATIENCE_S + 0.05 * len(self._asking)
 
     def synchronize(self) -> None:
-        """Compare clocks again. Between steps, on all ranks; a rank that does not come costs the others two seconds."""
+        """Compare clocks again. Between steps, on all ranks.
+
+        A rank that does not come costs those that wait for it some seconds, once: they keep the offset that they have.
+        """
         self._round += 1
         if self.rank == 0:
-            for other in self._asking:
-                self._answer(other)
+            self._asking = [other for other in self._asking if self._answer(other)]
         elif self._asks == self.rank:
-            self._ask()
-        if self._asks != 0 and self.rank != self._asks:
+            if self._is_answered:
+                self._ask()
+        elif self._asks != 0 and self._is_answered:
             key = f"clock/offset/{self._asks}/{self._round}"
-            if _awaited(self.store, key):
+            self._is_answered = _awaited(self.store, key, self._patience_s)
+            if self._is_answered:
                 offset_s, self.uncertainty_s = map(float, self.store.get(key).decode().split())
                 # The asking process's clock, and from it to this one's: both read the same monotonic clock.
                 self.offset_s = offset_s + float(self._machines[self._asks][2]) - self.epoch_s
-        elif self._asks == 0:
+        if self._asks == 0:
             self.offset_s = float(self._machines[0][2]) - self.epoch_s
+        self._questions = _LATER_ROUNDS
 
-    def _answer(self, other: int) -> None:
-        for count in range(_ROUNDS):
-            if not _awaited(self.store, f"clock/ask/{other}/{self._round}/{count}"):
-                return
+    def _answer(self, other: int) -> bool:
+        """Tell a rank the time, if it comes."""
+        for count in range(self._questions):
+            if not _awaited(self.store, f"clock/ask/{other}/{self._round}/{count}", _COMES_S):
+                return False
             now_s = float(self._machines[0][2]) + time.monotonic()
             self.store.set(f"clock/told/{other}/{self._round}/{count}", repr(now_s))
+        return True
 
     def _ask(self) -> None:
         answers = []
-        for count in range(_ROUNDS):
+        for count in range(self._questions):
             asked_s = time.monotonic()
             self.store.set(f"clock/ask/{self.rank}/{self._round}/{count}", "")
             key = f"clock/told/{self.rank}/{self._round}/{count}"
-            if not _awaited(self.store, key):
+            if not _awaited(self.store, key, self._patience_s):
+                self._is_answered = False
                 break
             told_s, heard_s = float(self.store.get(key)), time.monotonic()
             answers.append((heard_s - asked_s, told_s - self.epoch_s - (asked_s + heard_s) / 2))
@@ -91,11 +103,10 @@ def _machine() -> str:
         return socket.gethostname().replace(" ", "-")
 
 
-def _awaited(store: Any, key: str) -> bool:
-    """Whether ``key`` comes before our patience ends."""
-    deadline = time.monotonic() + _PATIENCE_S
-    while not store.check([key]):
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(1e-5)
+def _awaited(store: Any, key: str, patience_s: float) -> bool:
+    """Whether ``key`` comes in time."""
+    try:
+        store.wait([key], timedelta(seconds=patience_s))
+    except RuntimeError:  # also of a store whose process is gone
+        return False
     return True

@@ -8,24 +8,24 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from megatron_balance.diagnosis.trace import (
-    BACKWARD,
     CLIP,
     COMBINED,
     EMBEDDING,
     FORWARD,
     GATHER,
     LAYERNORM,
+    OPTIMIZER,
     SCATTER,
     SEPARATE,
     TRANSFERS,
 )
 from megatron_balance.errors import BalanceError
 from megatron_balance.megatron.recorder.options import FLAG
-from megatron_balance.megatron.recorder.recorder import Recorder
+from megatron_balance.megatron.recorder.recorder import Recorder, never_stops_training
 from megatron_balance.megatron.registry import Hook, registry
 
 Function = Callable[..., Any]
-_SEND_FORWARD, _RECEIVE_FORWARD, _SEND_BACKWARD, _RECEIVE_BACKWARD = TRANSFERS
+_DIRECTIONS = dict(zip(("send_next", "recv_prev", "send_prev", "recv_next"), TRANSFERS, strict=True))
 
 _PIPELINE = "megatron.core.pipeline_parallel"
 _FINALIZE = "megatron.core.distributed.finalize_model_grads"
@@ -86,6 +86,10 @@ def optional(recorder: Recorder) -> tuple[Hook, ...]:
             "times combined passes",
             lambda f: _combined(recorder, f),
         ),
+        *(
+            Hook("megatron.training.training", name, FLAG, "leaves it out of steps", lambda f: _between(recorder, f))
+            for name in ("evaluate_and_print_results", "save_checkpoint_and_time")
+        ),
     )
 
 
@@ -93,10 +97,7 @@ def _step(recorder: Recorder, train_step: Function) -> Function:
     signature = inspect.signature(train_step)
 
     def step(*args: Any, **kwargs: Any) -> Any:
-        if not recorder.is_on:
-            return train_step(*args, **kwargs)
-        given = signature.bind(*args, **kwargs).arguments
-        recorder.begin(given["model"], given["optimizer"])
+        _begin(recorder, signature, args, kwargs)
         try:
             result = train_step(*args, **kwargs)
         except BaseException:
@@ -108,6 +109,19 @@ def _step(recorder: Recorder, train_step: Function) -> Function:
     return step
 
 
+@never_stops_training
+def _begin(recorder: Recorder, signature: inspect.Signature, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    given = signature.bind(*args, **kwargs).arguments
+    recorder.begin(_number(), given["model"], given["optimizer"])
+
+
+def _number() -> int:
+    """Of the step that begins, from 1."""
+    from megatron.training import get_args
+
+    return int(get_args().curr_iteration) + 1
+
+
 def _timed(recorder: Recorder, kind: str) -> Callable[[Function], Function]:
     def wrap(function: Function) -> Function:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -115,7 +129,7 @@ def _timed(recorder: Recorder, kind: str) -> Callable[[Function], Function]:
                 return function(*args, **kwargs)
             start = recorder.mark()
             result = function(*args, **kwargs)
-            recorder.add(kind, -1, -1, start)
+            recorder.add(kind, start)
             return result
 
         return call
@@ -127,9 +141,9 @@ def _forward(recorder: Recorder, forward_step: Function) -> Function:
     def forward(*args: Any, **kwargs: Any) -> Any:
         if not recorder.in_step:
             return forward_step(*args, **kwargs)
-        start = recorder.begin_pass()
+        recorder.begin_pass()
         result = forward_step(*args, **kwargs)
-        recorder.end_forward(FORWARD, kwargs.get("vp_stage") or 0, kwargs.get("current_microbatch"), start, result[0])
+        recorder.end_forward(FORWARD, kwargs.get("vp_stage"), kwargs.get("current_microbatch"), result)
         return result
 
     return forward
@@ -139,36 +153,48 @@ def _backward(recorder: Recorder, backward_step: Function) -> Function:
     def backward(input_tensor: Any, output_tensor: Any, *args: Any, **kwargs: Any) -> Any:
         if not recorder.in_step:
             return backward_step(input_tensor, output_tensor, *args, **kwargs)
-        chunk, microbatch = recorder.forwarded(output_tensor)
-        start = recorder.begin_pass()
+        recorder.begin_pass(output_tensor)
         result = backward_step(input_tensor, output_tensor, *args, **kwargs)
-        recorder.end_pass(BACKWARD, chunk, microbatch, start)
+        recorder.end_backward()
         return result
 
     return backward
 
 
 def _combined(recorder: Recorder, combined_step: Function) -> Function:
-    """A merged pass is one operation, of the forward's micro-batch, or the backward's where it has no forward."""
+    """A merged pass is one operation, of the forward's micro-batch, or the backward's where it has no forward.
+
+    What is transferred meanwhile is part of it.
+    """
     signature = inspect.signature(combined_step)
 
     def combined(*args: Any, **kwargs: Any) -> Any:
         if not recorder.in_step:
             return combined_step(*args, **kwargs)
-        given = signature.bind(*args, **kwargs).arguments
-        forwards, backwards = given.get("f_model") is not None, given.get("b_model") is not None
-        behind = recorder.forwarded(given["b_output_tensor"]) if backwards else (0, -1)
-        start = recorder.begin_pass()
+        given = _begin_combined(recorder, signature, args, kwargs)
         result = combined_step(*args, **kwargs)
-        if not forwards:
-            recorder.end_pass(BACKWARD, *behind, start)
-        else:
-            kind = COMBINED if backwards else FORWARD
-            chunk = given.get("f_model_chunk_id") or 0
-            recorder.end_forward(kind, chunk, given.get("current_microbatch"), start, result[0])
+        _end_combined(recorder, given, result)
         return result
 
     return combined
+
+
+@never_stops_training
+def _begin_combined(
+    recorder: Recorder, signature: inspect.Signature, args: Sequence[Any], kwargs: dict[str, Any]
+) -> dict[str, Any]:
+    given = signature.bind(*args, **kwargs).arguments
+    recorder.begin_pass(given["b_output_tensor"] if given.get("b_model") is not None else None)
+    return given
+
+
+@never_stops_training
+def _end_combined(recorder: Recorder, given: dict[str, Any], result: Any) -> None:
+    if given.get("f_model") is None:
+        recorder.end_backward()
+    else:
+        kind = FORWARD if given.get("b_model") is None else COMBINED
+        recorder.end_forward(kind, given.get("f_model_chunk_id"), given.get("current_microbatch"), result)
 
 
 def _transfers(recorder: Recorder, communicate: Function) -> Function:
@@ -178,25 +204,26 @@ def _transfers(recorder: Recorder, communicate: Function) -> Function:
     """
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not recorder.in_step:
+        if not recorder.in_step or recorder.in_pass:
             return communicate(self, *args, **kwargs)
-        kinds = {
-            "send_next": (_SEND_FORWARD, kwargs.get("tensor_send_next") is not None),
-            "send_prev": (_SEND_BACKWARD, kwargs.get("tensor_send_prev") is not None),
-            "recv_prev": (_RECEIVE_FORWARD, bool(kwargs.get("recv_prev"))),
-            "recv_next": (_RECEIVE_BACKWARD, bool(kwargs.get("recv_next"))),
-        }
         start = recorder.mark()
         result = communicate(self, *args, **kwargs)
-        later = result[2] if isinstance(result[2], dict) else {}
-        for name, (kind, happens) in kinds.items():
-            if happens and name in later and name.startswith("recv"):
-                later[name] = _Awaited(recorder, kind, later[name])
-            elif happens:
-                recorder.add(kind, -1, -1, start)
+        _transferred(recorder, start, kwargs, result)
         return result
 
     return call
+
+
+@never_stops_training
+def _transferred(recorder: Recorder, start: Any, given: dict[str, Any], result: Any) -> None:
+    later = result[2] if len(result) > 2 and isinstance(result[2], dict) else {}
+    ended = None
+    for name, kind in _DIRECTIONS.items():
+        if name.startswith("recv") and name in later:
+            later[name] = _Awaited(recorder, kind, later[name])
+        elif given.get(name) if name.startswith("recv") else given.get(f"tensor_{name}") is not None:
+            ended = ended or recorder.mark()
+            recorder.add(kind, start, ended)
 
 
 class _Awaited:
@@ -206,11 +233,11 @@ class _Awaited:
         self._recorder, self._kind, self._handle = recorder, kind, handle
 
     def wait(self, *args: Any) -> Any:
-        if not self._recorder.in_step:
+        if not self._recorder.in_step or self._recorder.in_pass:
             return self._handle.wait(*args)
         start = self._recorder.mark()
         result = self._handle.wait(*args)
-        self._recorder.add(self._kind, -1, -1, start)
+        self._recorder.add(self._kind, start)
         return result
 
     def __getattr__(self, name: str) -> Any:
@@ -222,10 +249,23 @@ def _log(recorder: Recorder, training_log: Function) -> Function:
 
     def log(*args: Any, **kwargs: Any) -> Any:
         result = training_log(*args, **kwargs)
-        recorder.log(signature.bind(*args, **kwargs).arguments["iteration"])
+        _logged(recorder, signature, args, kwargs)
         return result
 
     return log
+
+
+@never_stops_training
+def _logged(recorder: Recorder, signature: inspect.Signature, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    recorder.log(signature.bind(*args, **kwargs).arguments["iteration"])
+
+
+def _between(recorder: Recorder, function: Function) -> Function:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        recorder.part()
+        return function(*args, **kwargs)
+
+    return call
 
 
 def listen_to_sequences(recorder: Recorder, chunks: Sequence[Any]) -> None:
@@ -239,17 +279,6 @@ def listen_to_sequences(recorder: Recorder, chunks: Sequence[Any]) -> None:
         chunk.register_forward_pre_hook(see, with_kwargs=True)
 
 
-def listen_to_optimizer(recorder: Recorder, optimizer: Any, kind: str) -> None:
+def listen_to_optimizer(recorder: Recorder, optimizer: Any) -> None:
     """Time ``optimizer.step``, whatever class it is of."""
-    step = optimizer.step
-
-    @functools.wraps(step)
-    def timed(*args: Any, **kwargs: Any) -> Any:
-        if not recorder.in_step:
-            return step(*args, **kwargs)
-        start = recorder.mark()
-        result = step(*args, **kwargs)
-        recorder.add(kind, -1, -1, start)
-        return result
-
-    optimizer.step = timed
+    optimizer.step = functools.wraps(optimizer.step)(_timed(recorder, OPTIMIZER)(optimizer.step))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from collections import defaultdict
@@ -11,13 +12,16 @@ from typing import Any
 
 import numpy as np
 
-from megatron_balance.costs.chain import ChainCosts, ElementCost
+from megatron_balance.costs.chain import ChainCosts
+from megatron_balance.diagnosis.costs import chain_of
+from megatron_balance.diagnosis.fix import best_split
 from megatron_balance.diagnosis.trace import BACKWARD, COMBINED, FORWARD
 from megatron_balance.errors import BalanceError
 from megatron_balance.megatron.agreement import said_by_all
 from megatron_balance.topology import Topology
 
 _PATIENCE_S = 1.0
+_WORTH = 0.01  # of the step: a split that saves less is not named
 _CHANGE = 0.03  # of a stage's share, below which the split is not searched again
 
 
@@ -28,6 +32,7 @@ class Stages:
     Attributes:
         forward_s, backward_s: of a micro-batch in each stage, shape [stages]; a combined pass counts as a third forward.
         layers: transformer layers of each stage.
+        step_s: seconds of a step on the rank where it takes longest.
         dp_busy_s: seconds that each data-parallel rank's pipeline computes in a step, shape [DP].
         gc_s: seconds a step that the garbage collector takes on the rank where it takes most.
     """
@@ -35,6 +40,7 @@ class Stages:
     forward_s: np.ndarray
     backward_s: np.ndarray
     layers: tuple[int, ...]
+    step_s: float
     dp_busy_s: np.ndarray
     gc_s: float
 
@@ -47,7 +53,7 @@ class Finding:
         last_over_mean: seconds of the last pipeline rank over the mean of all; None where there is one.
         head_layers: head in layers of mean cost; None in a single stage.
         split: layers of each stage that take less; None where none was found.
-        saving: share of the step that they save, memory aside.
+        saving: share of the step that they save, memory and what else a split changes aside.
         slowest_dp: the slowest data-parallel rank over the mean.
         gc_s: as in ``Stages``.
     """
@@ -68,7 +74,7 @@ class Finding:
             parts.append(f"head = {self.head_layers:.1f} layers")
         if self.split is not None:
             shown = ",".join(map(str, self.split))
-            parts.append(f"({shown}) would save {100 * self.saving:.0f} % of the pipeline's time, memory aside")
+            parts.append(f"({shown}) would save {100 * self.saving:.0f} %, memory aside")
         if self.slowest_dp > 1.02:
             parts.append(f"slowest data-parallel rank {self.slowest_dp:.2f}x the mean")
         if self.gc_s > 1e-3:
@@ -116,19 +122,30 @@ class Live:
         self._others: list[int] | None = None
         self._world_size = world_size
         self._round = 0
-        self._last: tuple[np.ndarray, tuple[int, ...] | None, float] | None = None
+        self._last: tuple[np.ndarray, tuple[int, ...]] | None = None  # shares of the stages, best split
         self.finding: Finding | None = None
         self._clear()
         store.set(f"live/speaks/{rank}", str(int(speaks)))
 
+    def prepare(self) -> None:
+        """Load what the first interval needs, before the first step rather than after it: a second, on the ranks that hear."""
+        if self.hears and self.topology.num_stages > 1:
+            stages = Stages(np.ones(2), np.ones(2), (2, 2), 8.0, np.ones(1), 0.0)
+            split = _sought(chain := chain_of(np.ones((2, 2)), (2, 2)), (2, 2), Topology(2, 2))
+            _saving(chain, stages, split, Topology(2, 2))
+
     def _clear(self) -> None:
         self._passes: dict[tuple[int, int], list[float]] = defaultdict(list)
+        self._step_s: list[float] = []
         self._busy_s: list[float] = []
         self._gc_s: list[float] = []
 
     def take(self, operations: Sequence[tuple[str, int, int, float, float]], gc_s: float) -> None:
-        """Take the operations of a step: kind, chunk, micro-batch, start, end."""
+        """Take the operations of a step, in turn and without gaps: kind, chunk, micro-batch, start, end."""
         busy_s = 0.0
+        last = max(which for _, _, which, _, _ in operations)
+        if last + 1 not in (0, self.topology.num_microbatches):  # a ramp-up of the batch size changes it
+            self.topology = replace(self.topology, num_microbatches=last + 1)
         for kind, chunk, _, start_s, end_s in operations:
             if kind in (FORWARD, BACKWARD, COMBINED):
                 duration_s = end_s - start_s
@@ -137,6 +154,7 @@ class Live:
                 for back, share in enumerate(shares):
                     if share is not None:
                         self._passes[chunk, back].append(share * duration_s)
+        self._step_s.append(operations[-1][4] - operations[0][3])
         self._busy_s.append(busy_s)
         self._gc_s.append(gc_s)
 
@@ -152,6 +170,7 @@ class Live:
                 "seconds": [
                     [float(np.median(self._passes[chunk, back] or [0.0])) for chunk in chunks] for back in (0, 1)
                 ],
+                "step_s": float(np.median(self._step_s)),
                 "busy_s": float(np.median(self._busy_s)),
                 "gc_s": float(np.mean(self._gc_s)),
             }
@@ -180,29 +199,31 @@ class Live:
         if self._others is None:
             flags = said_by_all(self.store, [f"live/speaks/{rank}" for rank in range(self._world_size)])
             self._others = [rank for rank, flag in enumerate(flags) if flag == b"1"]
-        deadline, heard = time.monotonic() + _PATIENCE_S, {}
-        while missing := [rank for rank in self._others if rank not in heard]:
+        deadline, told = time.monotonic() + _PATIENCE_S, {rank: {"round": 0} for rank in self._others}
+        while True:
+            missing = [rank for rank in told if told[rank]["round"] < self._round]
             there = [rank for rank in missing if self.store.check([f"live/{rank}"])]
             for rank, text in zip(there, self.store.multi_get([f"live/{rank}" for rank in there]), strict=True):
-                told = json.loads(text)
-                if told["round"] >= self._round:
-                    heard[rank] = told
+                told[rank] = json.loads(text)
+            heard = [each for each in told.values() if each["round"] >= self._round]
+            if len(heard) == len(told):
+                return heard
             if time.monotonic() > deadline:
-                self._others = list(heard)  # the rest record no more
-                break
-            if len(heard) < len(self._others):
-                time.sleep(1e-3)
-        return list(heard.values())
+                # Some are late this once, as they write slowly; who told nothing in the interval before either records no more.
+                self._others = [rank for rank in told if told[rank]["round"] >= self._round - 1]
+                return heard
+            time.sleep(1e-3)
 
     def _find(self, stages: Stages) -> Finding:
         busy = stages.forward_s + stages.backward_s
         shares = busy / busy.sum()
-        chain, split, saving = chain_of(stages), None, 0.0
-        if self._last is not None and np.abs(shares - self._last[0]).max() < _CHANGE * shares.mean():
-            _, split, saving = self._last
-        elif chain is not None:
-            split, saving = _better(chain, stages, self.topology)
-            self._last = shares, split, saving
+        chain, split, saving = None, None, 0.0
+        with contextlib.suppress(BalanceError):  # the stages do not tell, or their schedule is none that is simulated
+            chain = chain_of(np.stack([stages.forward_s, stages.backward_s]), stages.layers)
+            if self._last is None or np.abs(shares - self._last[0]).max() >= _CHANGE * shares.mean():
+                self._last = shares, _sought(chain, stages.layers, self.topology)
+            saving = _saving(chain, stages, self._last[1], self.topology)
+            split, saving = (self._last[1], saving) if saving >= _WORTH else (None, 0.0)
         by_rank = busy.reshape(-1, self.topology.pipeline_size).sum(axis=0)
         return Finding(
             last_over_mean=float(by_rank[-1] / by_rank.mean()) if by_rank.size > 1 else None,
@@ -232,46 +253,33 @@ def _stages(heard: Sequence[dict[str, Any]], topology: Topology) -> Stages | Non
     forward_s, backward_s = np.array([np.median(each, axis=0) for each in seconds]).T
     if not (forward_s + backward_s).all():
         return None
-    gc_s = max(told["gc_s"] for told in heard)
-    return Stages(forward_s, backward_s, tuple(layers), np.array([busy_s[rank] for rank in sorted(busy_s)]), gc_s)
+    step_s, gc_s = (max(told[name] for told in heard) for name in ("step_s", "gc_s"))
+    by_rank = np.array([busy_s[rank] for rank in sorted(busy_s)])
+    return Stages(forward_s, backward_s, tuple(layers), step_s, by_rank, gc_s)
 
 
-def chain_of(stages: Stages) -> ChainCosts | None:
-    """Costs of the elements as the stages tell them; None where they do not: one stage, or no layers elsewhere than in the last.
-
-    A layer costs the mean of the stages between the first and the last, the embedding what the first takes beyond its layers.
-    With two stages the first's layers hold the embedding. The head is what the last takes beyond its layers.
-    """
-    layers = np.array(stages.layers)
-    inner = slice(1, -1) if layers[1:-1].sum() else slice(0, 1)
-    if layers.size < 2 or not layers[inner].sum():
-        return None
-    costs = []
-    for each_s in (stages.forward_s, stages.backward_s):
-        layer_s = float(each_s[inner].sum() / layers[inner].sum())
-        rest_s = np.maximum(each_s - layers * layer_s, 0.0)
-        costs.append((float(rest_s[0]) if inner.start else 0.0, layer_s, float(rest_s[-1])))
-    embedding, layer, head = (ElementCost(*each) for each in zip(*costs, strict=True))
-    if not (layer.forward_s and layer.backward_s):
-        return None
-    return ChainCosts(embedding, (layer,) * int(layers.sum()), head, "recorded")
-
-
-def _better(chain: ChainCosts, stages: Stages, topology: Topology) -> tuple[tuple[int, ...] | None, float]:
-    """Layers of the stages in less time, and the share that this saves.
+def _sought(chain: ChainCosts, layers: tuple[int, ...], topology: Topology) -> tuple[int, ...]:
+    """Layers of the stages that take least; as they are, where no others can be.
 
     Training waits meanwhile. The splits of an interleaved schedule take longest (nine seconds for PP8, 4 chunks, 64 micro-batches),
-    so two groups of its micro-batches must do (two seconds); the share is then that of such a step.
+    so they are sought for two groups of its micro-batches (two seconds).
     """
-    from megatron_balance.pipeline.plan import make_plan, stage_costs, step_seconds
     from megatron_balance.schedule.simulate import Simulator
 
     if topology.virtual_size > 1:
         topology = replace(topology, num_microbatches=min(topology.num_microbatches, 2 * topology.group_size))
     try:
-        present_s = step_seconds(Simulator(topology), stage_costs(chain, stages.layers))
-        plan = make_plan(chain, topology, {}, starts=[stages.layers], sharpens_bound=False)
+        return best_split(chain, Simulator(topology), layers)
     except BalanceError:
-        return None, 0.0
-    saving = 1 - plan.step_s / present_s
-    return (plan.layers, saving) if saving >= 0.01 and plan.layers != stages.layers else (None, 0.0)
+        return layers
+
+
+def _saving(chain: ChainCosts, stages: Stages, split: tuple[int, ...], topology: Topology) -> float:
+    """Share of the step that the split saves."""
+    from megatron_balance.pipeline.chain import stage_costs
+    from megatron_balance.pipeline.plan import step_seconds
+    from megatron_balance.schedule.simulate import Simulator
+
+    simulator = Simulator(topology)
+    before_s, after_s = (step_seconds(simulator, stage_costs(chain, layers)) for layers in (stages.layers, split))
+    return (before_s - after_s) / stages.step_s

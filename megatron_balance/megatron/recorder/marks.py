@@ -23,7 +23,7 @@ class Marks(Protocol):
         """Seconds since the epoch of a mark that is done, on this process's clock."""
 
     def release(self, marks: Sequence[Any]) -> None:
-        """Take back marks that nobody will ask for again."""
+        """Take back marks that nobody will ask for again; each may come several times."""
 
 
 class ProcessMarks:
@@ -82,7 +82,7 @@ class DeviceMarks:
         return self._base_s + self._base.elapsed_time(mark) / 1000
 
     def release(self, marks: Sequence[Any]) -> None:
-        self._spare += marks
+        self._spare += {id(mark): mark for mark in marks}.values()
 
     @staticmethod
     def _event() -> Any:

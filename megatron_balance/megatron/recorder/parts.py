@@ -7,9 +7,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from megatron_balance.diagnosis.reading import METADATA_KEY
 from megatron_balance.files import writing_atomically
 
-METADATA, RANK_METADATA = b"megatron_balance", b"megatron_balance_rank"
+RANK_METADATA = b"megatron_balance_rank"
 _MOST_BYTES = 256_000_000
 
 
@@ -55,8 +56,10 @@ class Parts:
             job: what all files say of the job, as JSON under the key ``megatron_balance`` of their schemas.
             here: what this rank's says beside, under ``megatron_balance_rank``.
         """
+        import pyarrow.parquet  # noqa: F401  the first import takes a while: not after a step
+
         self.folder, self.rank, self.same = folder, rank, dict(same)
-        self.metadata = {METADATA: json.dumps(job).encode(), RANK_METADATA: json.dumps(here).encode()}
+        self.metadata = {METADATA_KEY: json.dumps(job).encode(), RANK_METADATA: json.dumps(here).encode()}
         self.bytes = 0
         self._count = 0
 

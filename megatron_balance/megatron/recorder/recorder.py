@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import math
 import sys
 import time
 from collections import Counter, deque
@@ -13,9 +14,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_balance.diagnosis.trace import (
+    BACKWARD,
+    BEGIN,
     CLIP,
     COMBINED,
     EMBEDDING,
+    FINISH,
     FORWARD,
     GATHER,
     LAYERNORM,
@@ -26,6 +30,7 @@ from megatron_balance.diagnosis.trace import (
     SEPARATE,
     TRANSFERS,
 )
+from megatron_balance.megatron.chunks import first_tensor
 from megatron_balance.megatron.recorder.common_clock import CommonClock
 from megatron_balance.megatron.recorder.live import Live
 from megatron_balance.megatron.recorder.marks import Marks
@@ -43,28 +48,35 @@ class Step:
 
     Attributes:
         number: of the step.
+        began: where the step before ended, or where this one began if that was not recorded.
+        ended: where it ended.
         operations: (kind, chunk, micro-batch, start, end) in the order in which they ended.
         pauses: (start, end) of the garbage collector's, seconds of the monotonic clock.
         sequences: of (chunk, micro-batch), the bounds as a tensor, or the lengths as a list.
     """
 
     number: int
+    began: Any
+    ended: Any = None
     operations: list[tuple[str, int, int, Any, Any]] = field(default_factory=list)
     pauses: list[tuple[float, float]] = field(default_factory=list)
     sequences: dict[tuple[int, int], Any] = field(default_factory=dict)
 
 
-def _never_stops_training(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Whatever fails in the recorder ends the recording, with one warning, and not the job."""
+def never_stops_training(function: Callable[..., Any]) -> Callable[..., Any]:
+    """For all that Megatron calls of ours; its first argument is the recorder.
 
-    @functools.wraps(method)
-    def call(self: Recorder, *args: Any, **kwargs: Any) -> Any:
-        if not self.is_on:
+    Whatever fails in it ends the recording, with one warning, and not the job. Returns None from then on.
+    """
+
+    @functools.wraps(function)
+    def call(recorder: Recorder, *args: Any, **kwargs: Any) -> Any:
+        if not recorder.is_on:
             return None
         try:
-            return method(self, *args, **kwargs)
+            return function(recorder, *args, **kwargs)
         except Exception as error:
-            self.give_up(error)
+            recorder.give_up(error)
             return None
 
     return call
@@ -83,64 +95,85 @@ class Recorder:
             marks: how points in time are taken.
         """
         self.options, self.topology, self.row_tokens, self.marks = options, topology, row_tokens, marks
-        self.mark = marks.mark
         self.is_on, self.in_step, self.in_pass = True, False, False
         self.idle: frozenset[str] = frozenset()  # kinds of operations that Megatron calls without doing anything
-        self.parts: Parts | None = None  # from the first step on, when ranks and model are known
+        self.parts: Parts | None = None  # from the first recorded step on, when ranks and model are known
         self.clock: CommonClock | None = None
         self.live: Live | None = None
         self.start: Callable[[Recorder, Sequence[Any], Any], None] = lambda recorder, model, optimizer: None
         self._step: Step | None = None
+        self._before: tuple[int, Any] | None = None  # number and end of the step before, if it was recorded
         self._untold: deque[Step] = deque()
         self._rows: list[Row] = []
         self._forwarded: dict[int, tuple[int, int]] = {}
+        self._pass: tuple[Any, int, int] = (None, 0, -1)  # that runs: start; if backward, chunk and micro-batch
         self._seen: Any = None
+        self._pauses: list[tuple[float, float]] = []
         self._pause_began: float | None = None
         self._said_full = False
         gc.callbacks.append(self._collected)
 
     # --- within a step: as little as can be
 
-    @_never_stops_training
-    def begin(self, model: Sequence[Any], optimizer: Any) -> None:
-        """A step begins."""
-        from megatron.training import get_args
-
+    @never_stops_training
+    def begin(self, number: int, model: Sequence[Any], optimizer: Any) -> None:
+        """A step begins, which are counted from 1."""
+        if not self.options.covers(number):
+            self._before = None
+            return
         if self.parts is None:
             self.start(self, model, optimizer)
-        number = int(get_args().curr_iteration) + 1
+            self.marks.anchor()  # the job may have trained for hours before the first step that is recorded
         self._forwarded.clear()
-        if self.options.covers(number):
-            if self._step is None:
-                self.marks.anchor()  # the job may have trained for hours before the first step that is recorded
-            self._step, self.in_step = Step(number), True
+        follows = self._before is not None and self._before[0] == number - 1
+        self._step = Step(number, self._before[1] if follows else self.marks.mark())
+        if not follows:
+            self._pauses.clear()
+        self.in_step = True
 
-    def begin_pass(self) -> Any:
+    @never_stops_training
+    def mark(self) -> Any:
+        """Where an operation begins."""
+        return self.marks.mark()
+
+    @never_stops_training
+    def add(self, kind: str, start: Any, end: Any = None) -> None:
+        """An operation that is no pass has ended; now, where no ``end`` is given."""
+        self._step.operations.append((kind, -1, -1, start, self.marks.mark() if end is None else end))
+
+    @never_stops_training
+    def begin_pass(self, output: Any = None) -> None:
+        """A pass begins; a backward pass with the ``output`` that a forward pass gave."""
         self.in_pass, self._seen = True, None
-        return self.mark()
+        behind = (0, -1) if output is None else self._forwarded.pop(id(first_tensor(output)), (0, -1))
+        self._pass = (self.marks.mark(), *behind)
 
-    def end_pass(self, kind: str, chunk: int, microbatch: int, start: Any) -> None:
-        self.add(kind, chunk, microbatch, start)
+    @never_stops_training
+    def end_backward(self) -> None:
+        """The pass that runs ends."""
+        start, chunk, microbatch = self._pass
+        self._step.operations.append((BACKWARD, chunk, microbatch, start, self.marks.mark()))
         self.in_pass = False
 
-    def end_forward(self, kind: str, chunk: int, microbatch: int | None, start: Any, output: Any) -> None:
-        """The same for a forward pass, whose backward pass is known by its output."""
+    @never_stops_training
+    def end_forward(self, kind: str, chunk: int | None, microbatch: int | None, result: Any) -> None:
+        """The pass that runs ends: a forward pass, or a combined one.
+
+        Args:
+            kind: which of the two.
+            chunk, microbatch: as Megatron tells them; None for what it does not tell.
+            result: of its forward step, whose first element tells the backward pass.
+        """
+        chunk = chunk or 0
         if microbatch is None:
             microbatch = sum(done[0] in (FORWARD, COMBINED) and done[1] == chunk for done in self._step.operations)
-        self.end_pass(kind, chunk, microbatch, start)
-        self._forwarded[id(_first(output))] = chunk, microbatch
+        self._step.operations.append((kind, chunk, microbatch, self._pass[0], self.marks.mark()))
+        self.in_pass = False
+        self._forwarded[id(first_tensor(result[0]))] = chunk, microbatch
         if self._seen is not None:
             self._step.sequences[chunk, microbatch] = self._seen
 
-    def forwarded(self, output: Any) -> tuple[int, int]:
-        """Chunk and micro-batch of the forward pass that gave ``output``."""
-        return self._forwarded.pop(id(_first(output)), (0, -1))
-
-    def add(self, kind: str, chunk: int, microbatch: int, start: Any) -> None:
-        """An operation ends."""
-        self._step.operations.append((kind, chunk, microbatch, start, self.mark()))
-
-    @_never_stops_training
+    @never_stops_training
     def see_sequences(self, packed: Any) -> None:
         """The bounds of the sequences of the pass that runs."""
         lengths = getattr(packed, "lengths", None)
@@ -149,64 +182,74 @@ class Recorder:
         self._seen = lengths
 
     def _collected(self, phase: str, info: dict[str, int]) -> None:
+        if not self.in_step and self._before is None:
+            return
         if phase == "start":
-            self._pause_began = time.monotonic() if self.in_step else None
-        elif self.in_step and self._pause_began is not None:
+            self._pause_began = time.monotonic()
+        elif self._pause_began is not None:
             began, end = self._pause_began, time.monotonic()
+            self._pause_began = None
             if end - began >= _SHORTEST_PAUSE_S:
-                self._step.pauses.append((began, end))
+                self._pauses.append((began, end))
 
     # --- between steps
 
-    @_never_stops_training
+    @never_stops_training
     def end(self) -> None:
         """A step has ended: tell of those whose operations are done, and write at intervals."""
-        from megatron.training import get_args
-
-        number, recorded = int(get_args().curr_iteration) + 1, self.in_step
-        if recorded:
+        due = False
+        if self.in_step:
             self.in_step = self.in_pass = False
-            self._untold.append(self._step)
-        last = self.options.end is not None and number == self.options.end - 1
-        due = recorded and (last or number % self.options.interval == 0)
+            step = self._step
+            step.ended = self.marks.mark()
+            step.pauses, self._pauses = self._pauses, []
+            self._before = step.number, step.ended
+            self._untold.append(step)
+            last = self.options.end is not None and step.number == self.options.end - 1
+            due = last or step.number % self.options.interval == 0
         if due:
             self.marks.anchor()
         self._tell()
         if due:
             self._write()
 
-    @_never_stops_training
+    @never_stops_training
+    def part(self) -> None:
+        """What comes now is of no step, as an evaluation."""
+        self._before = None
+
+    @never_stops_training
     def drop(self) -> None:
         """A step has failed. Nobody waits for the device any more: it may wait for ranks that wait for this one."""
         self.in_step = self.in_pass = False
+        self._before = None
         self._tell()
         self._untold.clear()
 
     def _tell(self) -> None:
-        while self._untold and self._is_done(self._untold[0]):
+        while self._untold and self.marks.done(self._untold[0].ended):
             self._rows += self._told(self._untold.popleft())
-
-    def _is_done(self, step: Step) -> bool:
-        return not step.operations or self.marks.done(step.operations[-1][4])
 
     def _told(self, step: Step) -> list[Row]:
         offset_s = 0.0 if self.clock is None else self.clock.offset_s
-        seconds = self.marks.seconds
-        operations = [
-            (kind, chunk, microbatch, seconds(start) + offset_s, seconds(end) + offset_s)
-            for kind, chunk, microbatch, start, end in step.operations
-        ]
-        self.marks.release([mark for *_, start, end in step.operations for mark in (start, end)])
+
+        def seconds(mark: Any) -> float:
+            return self.marks.seconds(mark) + offset_s
+
+        operations = [(*what, seconds(start), seconds(end)) for *what, start, end in step.operations]
+        operations = in_turn(apart(operations), seconds(step.began), seconds(step.ended))
+        # The end of a step may be the beginning of the next, which then gives it back.
+        self.marks.release([step.began, *(mark for *_, start, end in step.operations for mark in (start, end))])
+        base_s = self.marks.epoch_s + offset_s
+        pauses = [(PAUSE, -1, -1, start + base_s, end + base_s) for start, end in step.pauses]
         if self.live is not None:
             self.live.take(operations, sum(end - start for start, end in step.pauses))
-        base_s = self.marks.epoch_s + offset_s
-        operations += [(PAUSE, -1, -1, start + base_s, end + base_s) for start, end in step.pauses]
-        return list(self._rows_of(step, apart(operations)))
+        return list(self._rows_of(step, operations + pauses))
 
     def _rows_of(self, step: Step, operations: Sequence[tuple[str, int, int, float, float]]) -> Iterator[Row]:
         counts: Counter[str] = Counter()
         rank = 0 if self.parts is None else self.parts.same["stage"]
-        for kind, chunk, microbatch, start_s, end_s in sorted(operations, key=lambda operation: operation[3]):
+        for kind, chunk, microbatch, start_s, end_s in operations:
             place = -1 if chunk < 0 else chunk * self.topology.pipeline_size + rank
             sizes = (None, None, None)
             if kind in (FORWARD, COMBINED):
@@ -215,24 +258,33 @@ class Recorder:
             counts[kind] += 1
 
     def _write(self) -> None:
+        if self.clock is not None:
+            self.clock.synchronize()  # first, as all ranks come from the same step: writing takes some of them longer
         if not self.parts.is_full:
             self.parts.write(self._rows)
         elif not self._said_full:
             self._said_full = True
             _warn(f"{self.parts.bytes / 1e6:.0f} MB are written, no more will be; the log lines go on")
         self._rows.clear()
-        if self.live is not None:
-            self.live.exchange()
-        if self.clock is not None:
-            self.clock.synchronize()
+        self._exchange()  # last: rank 0 may search a split meanwhile
 
-    @_never_stops_training
+    def _exchange(self) -> None:
+        """Tell the others' log line; where that fails, the trace goes on without it."""
+        if self.live is None:
+            return
+        try:
+            self.live.exchange()
+        except Exception as error:
+            self.live = None
+            _warn(f"no more log lines, recording goes on ({type(error).__name__}: {error})")
+
+    @never_stops_training
     def log(self, iteration: int) -> None:
         """Log what the last interval says, where and when Megatron logs its step."""
         if self.live is not None:
             self.live.log(iteration)
 
-    @_never_stops_training
+    @never_stops_training
     def finish(self) -> None:
         """Write what is left, and make one file of it."""
         self._tell()
@@ -244,16 +296,48 @@ class Recorder:
             if not self.parts.is_full:
                 self.parts.write(self._rows)
             self.parts.join()
-        self.is_on = False
+        self._end()
 
     def give_up(self, error: Exception) -> None:
         """Record no more. What was written stays."""
-        self.is_on = self.in_step = self.in_pass = False
-        with contextlib.suppress(ValueError):
-            gc.callbacks.remove(self._collected)
+        self._end()
         self._rows.clear()
         self._untold.clear()
         _warn(f"recording ends, training goes on ({type(error).__name__}: {error})")
+
+    def _end(self) -> None:
+        self.is_on = self.in_step = self.in_pass = False
+        with contextlib.suppress(ValueError):
+            gc.callbacks.remove(self._collected)
+
+
+recording: list[Recorder] = []  # in this process
+
+
+def leave_out() -> None:
+    """What comes now is of no recorded step. For what holds a job up from outside, as its turns with another job do."""
+    for recorder in recording:
+        recorder.part()
+
+
+def in_turn(
+    operations: Sequence[tuple[str, int, int, float, float]], began_s: float, ended_s: float
+) -> list[tuple[str, int, int, float, float]]:
+    """A step without gaps: each operation from the end of the one before, with what comes before the first and after the last.
+
+    The stream that computes runs one after the other; in a gap it waits for the host to come to what follows. Operations that
+    begin and end at once are one call's, and stay together.
+    """
+    ordered = sorted(operations, key=lambda operation: operation[3:])
+    free_s = ordered[0][3] if ordered else ended_s
+    turn = [(BEGIN, -1, -1, began_s, free_s)]
+    call, start_s = None, free_s
+    for *what, first_s, end_s in ordered:
+        if (first_s, end_s) != call:
+            call, start_s = (first_s, end_s), min(free_s, end_s)
+        turn.append((*what, start_s, end_s))
+        free_s = max(free_s, end_s)
+    return [*turn, (FINISH, -1, -1, free_s, max(free_s, ended_s))]
 
 
 def apart(operations: Sequence[tuple[str, int, int, float, float]]) -> list[tuple[str, int, int, float, float]]:
@@ -262,15 +346,17 @@ def apart(operations: Sequence[tuple[str, int, int, float, float]]) -> list[tupl
     Megatron calls for each model chunk, and one within the other: the optimizer's step holds clipping and the gathering of
     parameters, the reduction of gradients that of norms and embedding. What surrounds keeps what comes before what it holds for
     the former, and what comes after it for itself: clipping begins with the optimizer's step, as what is before it (copying and
-    checking gradients) belongs to it.
+    checking gradients) belongs to it. A gathering of parameters before the last pass only begins there, as interleaved schedules
+    have it of one chunk after the other (``--overlap-param-gather``): the passes wait for it, and it is no operation.
     """
     once: dict[str, list[float]] = {}
     others: list[tuple[str, int, int, float, float]] = []
+    last_s = max((end_s for kind, *_, end_s in operations if kind in PASSES), default=-math.inf)
     for operation in operations:
         kind, _, microbatch, start_s, end_s = operation
-        if microbatch >= 0 or kind in (*PASSES, *TRANSFERS, PAUSE):
+        if microbatch >= 0 or kind in (*PASSES, *TRANSFERS):
             others.append(operation)
-        else:
+        elif kind != GATHER or start_s >= last_s:
             span = once.setdefault(kind, [start_s, end_s])
             span[0], span[1] = min(span[0], start_s), max(span[1], end_s)
     if (whole := once.get(OPTIMIZER)) is not None:
@@ -294,13 +380,6 @@ def _sizes(seen: Any, row_tokens: int) -> tuple[int, int | None, int | None]:
     lengths = seen if isinstance(seen, list) else seen.flatten().diff().tolist()
     lengths = [length for length in lengths if length > 0]  # bounds may be filled up with the last one
     return sum(lengths), max(lengths, default=0), sum(length**2 for length in lengths)
-
-
-def _first(tensors: Any) -> Any:
-    """The tensor, or the first of nested lists of them: Megatron passes either."""
-    while isinstance(tensors, list | tuple) and tensors:
-        tensors = tensors[0]
-    return tensors
 
 
 def _warn(text: str) -> None:

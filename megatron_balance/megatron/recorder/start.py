@@ -12,9 +12,12 @@ import torch
 import torch.distributed as dist
 
 from megatron_balance import cpu
-from megatron_balance.diagnosis.trace import EMBEDDING, OPTIMIZER
+from megatron_balance.costs.table import shapes_of
+from megatron_balance.diagnosis.trace import EMBEDDING
+from megatron_balance.errors import BalanceError
 from megatron_balance.megatron import agreement
 from megatron_balance.megatron.arguments import topology_of
+from megatron_balance.megatron.chunks import contents
 from megatron_balance.megatron.measuring.software import version
 from megatron_balance.megatron.packed.chosen_shapes import more_of
 from megatron_balance.megatron.recorder import hooks
@@ -23,8 +26,11 @@ from megatron_balance.megatron.recorder.live import Live
 from megatron_balance.megatron.recorder.marks import DeviceMarks, ProcessMarks
 from megatron_balance.megatron.recorder.options import TraceOptions, prepare_folder, refuse_conflicts
 from megatron_balance.megatron.recorder.parts import Parts
-from megatron_balance.megatron.recorder.recorder import Recorder
+from megatron_balance.megatron.recorder.recorder import Recorder, recording
+from megatron_balance.model import ModelSpec
+from megatron_balance.reading import Scalar
 from megatron_balance.reporting import global_rank
+from megatron_balance.topology import Topology
 
 FORMAT = 1
 
@@ -43,6 +49,7 @@ def after_globals(args: Any, options: TraceOptions) -> None:
     recorder = Recorder(options, topology, row_tokens, DeviceMarks() if on_gpu else ProcessMarks())
     recorder.start = _start
     hooks.apply(recorder)
+    recording.append(recorder)
     atexit.register(recorder.finish)
 
 
@@ -55,7 +62,7 @@ def _microbatches(args: Any) -> int:
 
 
 def _start(recorder: Recorder, model: Sequence[Any], optimizer: Any) -> None:
-    """Before the first step, when groups and model are there."""
+    """Before the first recorded step, when groups and model are there."""
     from megatron.core import mpu
     from megatron.training import get_args
 
@@ -63,7 +70,7 @@ def _start(recorder: Recorder, model: Sequence[Any], optimizer: Any) -> None:
     # A resumed job may be further in a ramp-up of its batch size than one that begins.
     recorder.topology = replace(recorder.topology, num_microbatches=_microbatches(args))
     store = dist.HashStore() if args.world_size == 1 else agreement.store()
-    chunks = [built(chunk) for chunk in model]
+    chunks = [contents(chunk) for chunk in model]
     dp_rank, stage = mpu.get_data_parallel_rank(), mpu.get_pipeline_model_parallel_rank()
     tp_rank, cp_rank = mpu.get_tensor_model_parallel_rank(), mpu.get_context_parallel_rank()
     rank, world_size = global_rank(), args.world_size
@@ -78,12 +85,15 @@ def _start(recorder: Recorder, model: Sequence[Any], optimizer: Any) -> None:
     told = agreement.said_by_all(store, [f"chunks/{other}" for other in range(recorder.topology.pipeline_size)])
     job = {
         "format": FORMAT,
+        "in_turn": True,
+        "sends_ahead": bool(getattr(args, "overlap_p2p_comm", False)),
         "name": getattr(args, "wandb_exp_name", "") or "training",
         "topology": asdict(recorder.topology),
         "world_size": world_size,
         "stages": [json.loads(text) for text in told],  # of each pipeline rank its chunks
         "versions": {name: version(name) for name in ("torch", "megatron-core", "megatron-balance")},
         "micro_batch_tokens": recorder.row_tokens,
+        "shapes": _shapes(args, recorder.topology),
     }
     # What may differ between ranks is not of the job: files that describe different jobs are not read as one trace.
     here = {"device": torch.cuda.get_device_name(), "clock_uncertainty_s": recorder.clock.uncertainty_s}
@@ -91,17 +101,14 @@ def _start(recorder: Recorder, model: Sequence[Any], optimizer: Any) -> None:
     layers = [len(chunk["layers"]) for chunk in chunks]
     speaks = tp_rank == 0 and cp_rank == 0
     recorder.live = Live(store, rank, world_size, (dp_rank, stage), layers, recorder.topology, speaks)
+    recorder.live.prepare()
     hooks.listen_to_sequences(recorder, model)
-    hooks.listen_to_optimizer(recorder, optimizer, OPTIMIZER)
+    hooks.listen_to_optimizer(recorder, optimizer)
 
 
-def built(chunk: Any) -> dict[str, Any]:
-    """What a model chunk consists of: numbers of its layers in the model, from 1, and whether it has embedding and head."""
-    while hasattr(chunk, "module"):  # data-parallel and precision wrappers
-        chunk = chunk.module
-    layers = getattr(getattr(chunk, "decoder", None), "layers", ())
-    return {
-        "layers": [layer.layer_number for layer in layers],
-        "embedding": hasattr(chunk, "embedding"),
-        "head": hasattr(chunk, "output_layer"),
-    }
+def _shapes(args: Any, topology: Topology) -> dict[str, Scalar]:
+    """What costs of this model hold for; nothing where a plan does not know such models."""
+    try:
+        return shapes_of(ModelSpec.from_arguments(vars(args)), topology)
+    except BalanceError:
+        return {}

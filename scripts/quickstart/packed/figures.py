@@ -69,7 +69,7 @@ class Overhead:
             Median.of(ours / theirs),
             Median.of((loader + ours) / theirs),
             float(np.median(ours)),
-            max(step["loss_difference"] for step in steps),
+            float(np.max([step["loss_difference"] for step in steps])),
         )
 
 

@@ -47,6 +47,7 @@ class Case:
         pipeline, data: PP and DP.
         microbatches: of a step.
         pairs: steps of each side that count.
+        workers: processes of a rank that load batches (``--num-workers``; Megatron's default is 2); 0 loads within the step.
         layers, hidden, heads, vocabulary: of the model. Its head takes about as long as a layer: in a pipeline of two the
             second stage has a layer less.
         ffn: width of the MLPs; None for four times the hidden one.
@@ -60,6 +61,7 @@ class Case:
     data: int
     microbatches: int
     pairs: int
+    workers: int = 0
     layers: int = 5
     hidden: int = 64
     heads: int = 1
@@ -94,7 +96,7 @@ class Case:
             *("--micro-batch-size", 1, "--global-batch-size", batch, "--train-iters", self.steps),
             *("--lr", 3e-4, "--lr-decay-style", "constant", "--pipeline-model-parallel-size", self.pipeline, *split),
             *("--transformer-impl", "local", "--no-gradient-accumulation-fusion", "--no-persist-layer-norm"),
-            *("--tokenizer-type", "NullTokenizer", "--vocab-size", self.vocabulary, "--num-workers", 0),
+            *("--tokenizer-type", "NullTokenizer", "--vocab-size", self.vocabulary, "--num-workers", self.workers),
             *("--log-interval", 1, "--eval-iters", 0, "--eval-interval", 1000, *_OF_SIDE[side]),
         ]
         return [str(word) for word in words]

@@ -30,7 +30,8 @@ def main(argv: list[str]) -> None:
     split = argv.index("--")
     (folder, how, *turns), arguments = argv[:split], argv[split + 1 :]
     die_with_parent()
-    pin(int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"]))
+    if arguments[:2] == ["--device", "cpu"]:
+        pin(int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"]))
     # Late: OpenMP looks at the cores when torch is loaded.
     from megatron_balance import run
 

@@ -1,0 +1,25 @@
+"""What Megatron's model chunks consist of, and what they pass on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def contents(chunk: Any) -> dict[str, Any]:
+    """Numbers of a chunk's layers in the model, from 1, and whether it has embedding and head."""
+    model = chunk
+    while hasattr(model, "module"):  # data-parallel and precision wrappers
+        model = model.module
+    layers = getattr(getattr(model, "decoder", None), "layers", ())
+    return {
+        "layers": [layer.layer_number for layer in layers],
+        "embedding": hasattr(model, "embedding"),
+        "head": hasattr(model, "output_layer"),
+    }
+
+
+def first_tensor(tensors: Any) -> Any:
+    """The tensor, or the first of nested lists of them: Megatron passes either."""
+    while isinstance(tensors, list | tuple) and tensors:
+        tensors = tensors[0]
+    return tensors
