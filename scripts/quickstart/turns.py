@@ -7,7 +7,6 @@ whole launches do not. So the jobs that are compared are started together, and w
 from __future__ import annotations
 
 import atexit
-import gc
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -51,7 +50,6 @@ class Turns:
             self._word("waits", self.rank).touch()
             self._running = self._mine.pop(0)
             self._await_end_of(self._running - 1)
-            leave_out_of_steps()
             return train_step(*args, **kwargs)
 
         return step
@@ -76,15 +74,6 @@ class Turns:
     def _word(self, word: int | str, rank: int) -> Path:
         """A turn's, by its number, or a job's."""
         return self.folder / (f"{word}-{rank}" if isinstance(word, int) else f"{self.job}-{word}-{rank}")
-
-
-def leave_out_of_steps() -> None:
-    """Tell the recorder of this rank, if it has one, that what it did since its last step was no part of the next."""
-    from megatron_balance.megatron.recorder.recorder import Recorder
-
-    for callback in gc.callbacks:  # where it listens
-        if isinstance(recorder := getattr(callback, "__self__", None), Recorder):
-            recorder.part()
 
 
 def take_turns(folder: Path, job: str, order: str) -> None:
