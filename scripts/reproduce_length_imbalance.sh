@@ -14,10 +14,11 @@ a blend of two data sets, of functions and of long files in chapters.
   3. trains it again and with `--varlen-packing`, in turns, a step each, so that whatever else slows this machine slows both
   4. `megatron-balance diagnose --before --after`: which symptoms went, what was predicted, and what came
 
-It checks, and says what is not so, that the diagnosis names sequence lengths as the worst cause of the stock job; that every line of its
-checklist that said yes before says no after; and that the predicted ratio of step times is within 10 % of the measured one.
+It checks, and says what is not so, that the diagnosis names sequence lengths as the worst cause of the stock job; that every line
+of its checklist that said yes before says no after; and that the predicted ratio of step times is within 10 % of the measured
+one. On a busy machine the last may fail.
 
-  --quick       fewer steps: LENGTHQUICK instead of LENGTHFULL (on two CPU cores, once the packages are installed)
+  --quick       fewer steps: a minute and a half instead of 2 to 3 (on two CPU cores, once the packages are installed)
   --out FOLDER  where results go (default: reproduce-out/length in the repository)
   -h, --help    this text
 

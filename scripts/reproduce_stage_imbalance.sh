@@ -13,10 +13,11 @@ Real Megatron on two pipeline stages, from a clean seed, on the source text of P
      whatever else slows this machine slows both
   4. `megatron-balance diagnose --before --after`: which symptoms went, what was predicted, and what came
 
-It checks, and says what is not so, that the diagnosis names the stage split as the worst cause of the stock job; that every line of its
-checklist that said yes before says no after; and that the predicted ratio of step times is within 10 % of the measured one.
+It checks, and says what is not so, that the diagnosis names the stage split as the worst cause of the stock job; that every line
+of its checklist that said yes before says no after; and that the predicted ratio of step times is within 10 % of the measured
+one. On a busy machine the last may fail.
 
-  --quick       fewer steps: STAGEQUICK instead of STAGEFULL (on two CPU cores, once the packages are installed)
+  --quick       fewer steps: 2 minutes instead of 3 to 4 (on two CPU cores, once the packages are installed)
   --out FOLDER  where results go (default: reproduce-out/stage in the repository)
   -h, --help    this text
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from quickstart.corpus import build_corpus, read_documents, standard_library
-from quickstart.launch import Job
+from quickstart.launch import Job, Size
 from quickstart.packed.comparison import order_of_turns
 from quickstart.packed.jobs import PACKED, STOCK, Launcher, blend
 from quickstart.report import BALANCED, UNIFORM, order_of_rounds
@@ -69,11 +69,16 @@ class Failure:
 
 def _text_of_files(out: Path, device: str, pairs: int, progress: Progress) -> Path:
     documents = read_documents(standard_library(), CORPUS_BYTES)
-    return build_corpus(documents, split_size(device).vocabulary, out, progress)[0].prefix
+    return build_corpus(documents, _size(device).vocabulary, out, progress)[0].prefix
+
+
+def _size(device: str) -> Size:
+    """With a head that leaves stages of whole layers even: what is left of the bubble is then no split's."""
+    return replace(split_size(device), vocabulary=57_344)
 
 
 def _train_split(run: Run, progress: Progress) -> tuple[Path, ...]:
-    size = replace(split_size(run.device), pairs=run.pairs)
+    size = replace(_size(run.device), pairs=run.pairs)
     job = Job(size, run.device, run.data, run.folder, run.costs, from_scratch=True)
     job.logs.mkdir(parents=True)
     job.compare(order_of_rounds(size.steps) if run.mends else [UNIFORM] * size.steps, progress)
