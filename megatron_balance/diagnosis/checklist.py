@@ -40,6 +40,7 @@ _ENOUGH = 5  # steps for a correlation over steps
 _NO_PASSES = "forward and backward passes run as one in this trace"
 _NO_LENGTHS = "the trace does not tell the lengths of all sequences"
 _NO_PIPELINE = "there is one stage"
+_LENGTHS_COST = f"lengths make the step {1.0 + COUNTS}x as long"
 
 
 @dataclass(frozen=True, eq=False)
@@ -142,10 +143,16 @@ class Checklist:
             return _unknown(STAGE_SPLIT, symptom, str(error))
         forward, backward = costs.in_layers(costs.head)
         value = costs.head.total_s / (costs.head + costs.mean_layer * self.split.layers[-1]).total_s
-        return _above(
+        both, limit = self._signals.median_s.sum(axis=0), 1.0 - 1.0 / STRAGGLES
+        beside = float(
+            both[-1] / both.mean()
+        )  # a split by cost leaves a large head few layers, and no time above the others'
+        return _check(
             STAGE_SPLIT, symptom,
-            f"{100 * value:.0f} %; the head costs {forward:.1f} layers forward, {backward:.1f} backward",
-            value, 1.0 - 1.0 / STRAGGLES, "at least {:.3f}: the stage then takes " f"{STRAGGLES}x what its layers take",
+            f"{100 * value:.0f} % of {beside:.2f}x the stages' mean; the head costs {forward:.1f} layers forward,"
+            f" {backward:.1f} backward",
+            value, limit, value >= limit and beside >= 1.0 + COUNTS,
+            "at least {}, in a stage of at least " f"{1.0 + COUNTS}x the mean",
         )  # fmt: skip
 
     # --- sequence lengths
@@ -161,11 +168,11 @@ class Checklist:
         longest, mean = (
             _correlation(step_s, each) for each in (lengths.longest.max(axis=(1, 2)), lengths.tokens.mean(axis=(1, 2)))
         )
-        answer = longest >= _FOLLOWS and longest > mean
+        answer = longest >= _FOLLOWS and longest > mean and self._lengths_cost
         return _check(
             SEQUENCE_LENGTHS, symptom,
             f"correlation of step seconds with the longest sequence {longest:.2f}, with mean tokens {mean:.2f}",
-            longest, _FOLLOWS, answer, "at least {}, and above that with the mean",
+            longest, _FOLLOWS, answer, "at least {}, above that with the mean, and " f"{_LENGTHS_COST}",
         )  # fmt: skip
 
     def _long_is_slow(self) -> Check:
@@ -205,7 +212,8 @@ class Checklist:
         value = _correlation(lengths.tokens.sum(axis=1) / seconds, lengths.longest.max(axis=1))
         return _check(
             SEQUENCE_LENGTHS, symptom, f"correlation of tokens a second with the longest sequence {value:.2f}",
-            value, -_FOLLOWS, value <= -_FOLLOWS, "at most {}: the longer, the fewer",
+            value, -_FOLLOWS, value <= -_FOLLOWS and self._lengths_cost,
+            "at most {}: the longer, the fewer; and " f"{_LENGTHS_COST}",
         )  # fmt: skip
 
     def _slow_without_padding(self) -> Check:
@@ -300,9 +308,18 @@ class Checklist:
             fix = min(proposed, key=lambda fix: fix.memory != WITHIN)
             value = (fix.present_step_s - fix.predicted_step_s) / lost_s
             measured = f"{100 * value:.0f} % of what is lost goes with the split proposed {fix.memory}; {measured}"
-        return _above(cause, symptom, measured, value, _HALF, "at least {} of what is lost goes")
+        answer = value >= _HALF and causes.slowdowns[cause] - 1.0 >= COUNTS  # the half of next to nothing is no symptom
+        return _check(
+            cause, symptom, measured, value, _HALF, answer,
+            "at least {} of what is lost goes, and that is " f"{100 * COUNTS:.0f} % of the step",
+        )  # fmt: skip
 
     # --- what they share
+
+    @property
+    def _lengths_cost(self) -> bool:
+        """Whether lengths hold the job up: time also goes with lengths where all ranks are dealt equal shares of them."""
+        return self.causes.slowdowns[SEQUENCE_LENGTHS] >= 1.0 + COUNTS
 
     @property
     def _signals(self) -> Signals | None:

@@ -29,6 +29,12 @@ def diagnosed(trace: Path) -> Report:
     return Report(read, diagnose(read))
 
 
+def misnamed(report: Report, cause: str, job: str) -> list[str]:
+    """A line where the worst cause that a diagnosis names is another one."""
+    verdict = report.diagnosis.verdict
+    return [] if verdict[0] == cause else [f"{job} is diagnosed {' and '.join(verdict)}, not {cause}"]
+
+
 @dataclass(frozen=True, eq=False)
 class Proof:
     """The traces of one job, without the fix of a cause and with it, whose steps were trained in turns.
@@ -89,9 +95,7 @@ class Proof:
 
     def failures(self) -> Iterator[str]:
         """What of all this is not as it should be, a line each."""
-        verdict = self.before.diagnosis.verdict
-        if verdict[0] != self.cause:
-            yield f"the diagnosis before names {' and '.join(verdict)}, not {self.cause}"
+        yield from misnamed(self.before, self.cause, "the job before the fix")
         if not self.symptoms:
             yield f"the diagnosis before shows no symptom of {self.cause}"
         for change in self.stays:

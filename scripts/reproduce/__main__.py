@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 from quickstart import proof, session
-from quickstart.proof import Proof, diagnosed
+from quickstart.proof import Proof, diagnosed, misnamed
 from quickstart.session import console, say, stage
 
 from megatron_balance import cli
@@ -42,7 +42,7 @@ def _reproduce(failure: Failure, out: Path, quick: bool) -> int:
     with stage(f"stock: {failure.job}") as progress:
         (found,) = failure.train(Run(out / "alone", data, device, alone, False, costs), progress)
     _command("diagnose", found, *(["--costs", costs] if failure.takes_costs else []))
-    verdict = diagnosed(found).diagnosis.verdict
+    missed = misnamed(diagnosed(found), failure.cause, "the stock job alone")
     with stage(f"stock, and with {failure.fix}, in turns, a step each") as progress:
         before, after = failure.train(Run(out / "turns", data, device, in_turns, True, costs), progress)
     _command("diagnose", after)
@@ -51,7 +51,7 @@ def _reproduce(failure: Failure, out: Path, quick: bool) -> int:
     console.print("", proof.table([shown]), "")
     write_atomically(out / "summary.json", json.dumps(shown.to_json(), indent=2) + "\n")
     say(f"{out / 'summary.json'}\nall in {time.monotonic() - began:.0f} s")
-    missed = [*_misnamed(verdict, failure.cause), *shown.failures()]
+    missed += shown.failures()
     for line in missed:
         console.print(f"[bold red]not as it should be[/bold red]: {line}", highlight=False)
     return 1 if missed else 0
@@ -75,10 +75,6 @@ def _command(*words: str | Path) -> None:
     say(f"\n$ megatron-balance {' '.join(text)}")
     if cli.main(text) != 0:
         raise BalanceError(f"megatron-balance {text[0]} failed (see above)")
-
-
-def _misnamed(verdict: tuple[str, ...], cause: str) -> list[str]:
-    return [] if verdict[0] == cause else [f"the stock job alone is diagnosed {' and '.join(verdict)}, not {cause}"]
 
 
 if __name__ == "__main__":
