@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from launch import ALONE, TINY, dry_run, launch
+from launch import ALONE, TINY, TORCHRUN, dry_run, launch
 
 from megatron_balance.errors import BalanceError
 from megatron_balance.megatron.arguments import Options
@@ -149,7 +149,7 @@ def test_provisional_layout_has_the_final_number_of_stages(monkeypatch, flags, s
 
 
 def test_rank_0_says_it_once_and_exits_with_2(tmp_path):
-    run = launch(tmp_path, [*PP2, "--account-for-loss-in-pipeline-split"], 2)
+    run = launch(tmp_path, [*PP2, "--account-for-loss-in-pipeline-split"], 2, by=TORCHRUN)
     assert run.status != 0 and not run.ranks
     assert run.output.count("megatron-balance: error:") == 1
     assert "Traceback" not in run.output.split("torch/distributed/elastic")[0]
