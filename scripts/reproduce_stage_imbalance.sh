@@ -8,8 +8,8 @@ usage: bash scripts/reproduce_stage_imbalance.sh [--quick] [--out FOLDER]
 
 Real Megatron on two pipeline stages, from a clean seed, on the source text of Python's standard library:
   1. trains a GPT with a large vocabulary as stock, layers split uniformly, with --straggler-trace
-  2. `megatron-balance diagnose`: names the cause, and writes what layers and head cost to a costs file
-  3. trains it again and with `--balanced-pipeline --balanced-pipeline-costs` on that file, in turns, a step each, so that
+  2. `megatron-balance diagnose`: names the cause, and what the head costs
+  3. trains it again and with `--balanced-pipeline`, which measures and plans, in turns, a step each, so that
      whatever else slows this machine slows both
   4. `megatron-balance diagnose --before --after`: which symptoms went, what was predicted, and what came
 
@@ -23,7 +23,6 @@ one. On a busy machine the last may fail.
 
 What it leaves in the folder:
   alone/, turns/  logs, and the traces of every job, for `megatron-balance diagnose`
-  costs.json      what layers and head cost, by the trace of the stock job
   summary.json    verdicts, symptoms, predicted and measured gain
 
 Exit status: 0 when all of that is so; 1 when it is not, or a launch failed; 2 for a wrong argument.

@@ -156,19 +156,17 @@ def test_the_two_splits_differ_in_our_flags_alone(commands: dict[str, str], tmp_
     ).replace(trace, trace.replace("uniform", "balanced"))
 
 
-def test_a_split_trains_alone_from_scratch_and_then_on_given_costs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_split_trains_alone_from_scratch_and_then_in_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     started = []
     monkeypatch.setattr(
         launch, "run", lambda commands, *_: started.append([" ".join(one) for one in commands.values()])
     )
-    job = launch.Job(SIZE, "cpu", tmp_path / "tokens", tmp_path, costs=tmp_path / "costs.json", from_scratch=True)
+    job = launch.Job(SIZE, "cpu", tmp_path / "tokens", tmp_path, from_scratch=True)
     job.compare([UNIFORM] * SIZE.steps, print)
     job.compare(report.order_of_rounds(SIZE.steps), print)
     assert [len(one) for one in started] == [1, 2]
     assert all("--load" not in command for commands in started for command in commands)
-    assert started[1][1].endswith(f"--balanced-pipeline-costs {tmp_path}/costs.json")
+    assert "--balanced-pipeline" not in started[0][0] and "--balanced-pipeline" in started[1][1]
 
 
 def test_a_failing_launch_shows_the_end_of_its_log_and_ends_the_other(tmp_path: Path) -> None:

@@ -50,7 +50,7 @@ def test_another_cause_and_a_wrong_prediction_are_told(tmp_path) -> None:
     before, after = split_trace(tmp_path / "a", (4, 12)), split_trace(tmp_path / "b", (8, 8), scale=0.8)
     assert [line for line in Proof.of(STAGE_SPLIT, before, after).failures() if "was predicted" in line]
     lines = [*Proof.of(SEQUENCE_LENGTHS, before, after).failures()]
-    assert "names stage split, not sequence lengths" in lines[0]
+    assert "is diagnosed stage split, not sequence lengths" in lines[0]
 
 
 def lengths_trace(folder: Path, even: bool) -> Path:
@@ -97,6 +97,6 @@ def stand_in(tmp_path: Path, mended: tuple[int, int]) -> Failure:
 def test_the_script_ends_with_the_comparison_and_its_status(tmp_path, capsys, mended, status) -> None:
     assert reproduce._reproduce(stand_in(tmp_path, mended), tmp_path, quick=True) == status
     shown = capsys.readouterr().out
-    assert "$ megatron-balance diagnose --before" in shown and (tmp_path / "costs.json").exists()
+    assert "$ megatron-balance diagnose --before" in shown
     assert ("not as it should be" in shown) == bool(status)
     assert (tmp_path / "summary.json").exists()

@@ -65,7 +65,6 @@ class Job:
         device: "cpu" or "cuda".
         data: prefix of the indexed dataset.
         out: the folder for results.
-        costs: the file that the balanced split is planned on; None measures what layers and head cost.
         from_scratch: whether each split begins with random weights, other ones on each of its stages, and not with those that
             `start` saved.
     """
@@ -74,7 +73,6 @@ class Job:
     device: str
     data: Path
     out: Path
-    costs: Path | None = None
     from_scratch: bool = False
 
     @property
@@ -153,8 +151,7 @@ class Job:
         run(commands, report, environment, uniform.are_awaited)
 
     def _balancing(self) -> list:
-        costs = ["--balanced-pipeline-costs", self.costs] if self.costs else []
-        return ["--balanced-pipeline", "--balanced-pipeline-plan", self.plan, *costs]
+        return ["--balanced-pipeline", "--balanced-pipeline-plan", self.plan]
 
     def _traced(self, split: str) -> list:
         return traced(self.trace(split), self.size.warmup, self.size.steps)

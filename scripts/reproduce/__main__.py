@@ -34,17 +34,17 @@ def _options() -> argparse.Namespace:
 
 
 def _reproduce(failure: Failure, out: Path, quick: bool) -> int:
-    began, device, costs = time.monotonic(), session.device(), out / "costs.json"
+    began, device = time.monotonic(), session.device()
     alone, in_turns = failure.quick_pairs if quick else failure.pairs
     _clear(out)
     with stage("text of Python's standard library") as progress:
         data = failure.text(out, device, in_turns, progress)
     with stage(f"stock: {failure.job}") as progress:
-        (found,) = failure.train(Run(out / "alone", data, device, alone, False, costs), progress)
-    _command("diagnose", found, *(["--costs", costs] if failure.takes_costs else []))
+        (found,) = failure.train(Run(out / "alone", data, device, alone, False), progress)
+    _command("diagnose", found)
     missed = misnamed(diagnosed(found), failure.cause, "the stock job alone")
     with stage(f"stock, and with {failure.fix}, in turns, a step each") as progress:
-        before, after = failure.train(Run(out / "turns", data, device, in_turns, True, costs), progress)
+        before, after = failure.train(Run(out / "turns", data, device, in_turns, True), progress)
     _command("diagnose", after)
     _command("diagnose", "--before", before, "--after", after)
     shown = Proof.of(failure.cause, before, after)
@@ -61,8 +61,7 @@ def _clear(out: Path) -> None:
     """Remove what an earlier, perhaps interrupted, run left, except corpora."""
     for name in ("alone", "turns"):
         shutil.rmtree(out / name, ignore_errors=True)
-    for name in ("costs.json", "summary.json"):
-        (out / name).unlink(missing_ok=True)
+    (out / "summary.json").unlink(missing_ok=True)
 
 
 def _command(*words: str | Path) -> None:

@@ -29,7 +29,6 @@ class Run:
         device: "cpu" or "cuda".
         pairs: steps of each job that count.
         mends: whether a mended job trains in turns with the stock one.
-        costs: the costs file that the diagnosis wrote.
     """
 
     folder: Path
@@ -37,7 +36,6 @@ class Run:
     device: str
     pairs: int
     mends: bool
-    costs: Path
 
 
 @dataclass(frozen=True)
@@ -61,11 +59,6 @@ class Failure:
     pairs: tuple[int, int]
     quick_pairs: tuple[int, int]
 
-    @property
-    def takes_costs(self) -> bool:
-        """Whether the fix stands on costs that the diagnosis finds."""
-        return "costs" in self.fix
-
 
 def _text_of_files(out: Path, device: str, pairs: int, progress: Progress) -> Path:
     documents = read_documents(standard_library(), CORPUS_BYTES)
@@ -79,7 +72,7 @@ def _size(device: str) -> Size:
 
 def _train_split(run: Run, progress: Progress) -> tuple[Path, ...]:
     size = replace(_size(run.device), pairs=run.pairs)
-    job = Job(size, run.device, run.data, run.folder, run.costs, from_scratch=True)
+    job = Job(size, run.device, run.data, run.folder, from_scratch=True)
     job.logs.mkdir(parents=True)
     job.compare(order_of_rounds(size.steps) if run.mends else [UNIFORM] * size.steps, progress)
     return tuple(job.trace(split) for split in (UNIFORM, BALANCED)[: 1 + run.mends])
@@ -102,7 +95,7 @@ FAILURES = {
     "stage": Failure(
         STAGE_SPLIT,
         "uniform split, large vocabulary, two pipeline stages",
-        "--balanced-pipeline --balanced-pipeline-costs costs.json",
+        "--balanced-pipeline",
         _text_of_files,
         _train_split,
         pairs=(6, 10),
