@@ -50,7 +50,7 @@ setup(
             "hypothesis>=6.100",
             "jinja2>=3.1",
             "pytest>=8.0",
-            "pytest-xdist>=3.6",
+            "pytest-xdist>=3.8",
             "ruff>=0.6",
             "transformers>=4.44",
         ],

@@ -30,7 +30,7 @@ install_project .venv quickstart,test,trace "megatron-core==0.19.*"
 .venv/bin/python -m ruff check .
 .venv/bin/python -m ruff format --check .
 # A training run leaves a core idle for most of its start. A file's tests share checkpoints and runs.
-at_once=(--numprocesses logical --maxprocesses 4 --dist loadfile)
+at_once=(--numprocesses logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder)
 .venv/bin/python -m pytest "${at_once[@]}" "$@"
 
 unset MEGATRON_BALANCE_PYTHON  # if set, it names the newer one

@@ -11,6 +11,11 @@ import pytest
 from launch import TINY, Run, launch, trained
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What trains comes first, so that no process is left alone with it at the end (see `scripts/test.sh`)."""
+    items.sort(key=lambda item: item.get_closest_marker("training") is None)
+
+
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory) -> Callable[[str], Path]:
     """Folder of a PP=1 checkpoint for the model flags given, written once a session.

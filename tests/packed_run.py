@@ -14,10 +14,8 @@ from pathlib import Path
 from megatron_balance import run
 from megatron_balance.megatron.observer import observe
 
-folder, *arguments = sys.argv[1:]
 
-
-def ready() -> None:
+def ready(folder: str) -> None:
     import torch
 
     from megatron_balance.megatron.packed import step
@@ -80,4 +78,6 @@ def count_messages(folder: Path) -> dict[str, object]:
     return counts
 
 
-run.main(arguments, ready=ready)
+if __name__ == "__main__":
+    folder, *arguments = sys.argv[1:]
+    run.main(arguments, ready=lambda: ready(folder))

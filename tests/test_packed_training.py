@@ -20,7 +20,7 @@ from megatron_balance.pipeline.stored import FILE_NAME
 pytestmark = pytest.mark.training
 
 TOLERANCE = 2e-6
-DRIVER = Path(__file__).with_name("packed_run.py")
+DRIVER, RUNS_TWICE = (Path(__file__).with_name(name) for name in ("packed_run.py", "rerun_run.py"))
 MODEL = "--num-layers 4 --untie-embeddings-and-output-weights"
 PACKING = "--varlen-packing --calculate-per-token-loss --split 90,10,0 --eval-iters 2 --eval-interval 20"
 Piece = tuple[tuple[int, ...], tuple[int, ...]]
@@ -45,12 +45,12 @@ def arguments(prefix: Path, flags: str) -> list[str]:
 
 @pytest.fixture(scope="session")
 def packed(documents, checkpoint, tmp_path_factory) -> Callable[..., Run]:
-    """Train 20 packed steps from the PP=1 checkpoint, once for each set of flags: ``(flags, processes)``."""
+    """Train 20 packed steps from the PP=1 checkpoint, once for each set of flags: ``(flags, processes, driver)``."""
 
     @cache
-    def train(flags: str = "", processes: int = 1) -> Run:
+    def train(flags: str = "", processes: int = 1, driver: Path = DRIVER) -> Run:
         load = f"--load {checkpoint(MODEL)} --finetune --no-load-optim --no-load-rng {flags}"
-        return trained(launch(tmp_path_factory.mktemp("run"), arguments(documents[0], load), processes, driver=DRIVER))
+        return trained(launch(tmp_path_factory.mktemp("run"), arguments(documents[0], load), processes, driver=driver))
 
     return train
 
@@ -203,6 +203,58 @@ def test_samples_that_end_inside_a_step_are_the_same_in_both_shapes(packed):
     variable, fixed = packed(f"{flags} --varlen-packing-micro-batches +2", 2), packed(f"{flags} {FIXED}", 2)
     assert len(variable.losses) == 100 // 8
     assert variable.losses == pytest.approx(fixed.losses, rel=TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    ("flags", "processes"),
+    [
+        ("", 1),
+        ("--pipeline-model-parallel-size 2 --micro-batch-size 2 --varlen-packing-micro-batches +2", 2),
+        ("--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --eval-interval 5", 2),
+    ],
+    ids=["one-process", "PP2", "PP2-VPP2-evaluated-between"],
+)
+def test_a_step_that_is_run_again_is_fed_the_same_rows_and_learns_once(packed, flags, processes):
+    twice, once = packed(flags, processes, RUNS_TWICE), packed(flags, processes)
+    assert twice.losses == once.losses
+    assert evaluated(twice) == evaluated(once)
+    rows, rows_once = fed_rows(twice), fed_rows(once)
+    assert rows.keys() == rows_once.keys()
+    assert rows == {step: 2 * of_a_run for step, of_a_run in rows_once.items()}
+    for rank, counts in messages(twice).items():
+        assert counts["shapes"] == 0 and counts["lengths"] == messages(once)[rank]["lengths"]
+
+
+def test_whole_validation_sets_have_one_value_on_all_topologies(documents, checkpoint, tmp_path):
+    prefix, _ = documents
+    write_documents(tmp_path / "second", documents=37, seed=1)
+    data = f"--train-data-path {prefix} --valid-data-path {tmp_path / 'second'} {prefix}"
+    load = f"--load {checkpoint(MODEL)} --finetune --no-load-optim --no-load-rng --train-iters 2"
+    whole = f"{data} {load} --full-validation --multiple-validation-sets --eval-interval 2"
+    given = arguments(prefix, whole)
+    for flag in ("--data-path", "--split"):
+        place = given.index(flag)
+        del given[place : place + 2]
+    values = [
+        evaluated(trained(launch(tmp_path / name, [*given, *flags.split()], processes)))
+        for name, flags, processes in (
+            ("one process", FIXED, 1),
+            ("PP2", "--pipeline-model-parallel-size 2", 2),
+            ("DP2", "", 2),
+        )
+    ]
+    assert len({*values[0]}) == 2  # of each set
+    assert values == [pytest.approx(values[0], rel=3e-6)] * 3
+
+
+def fed_rows(run: Run) -> dict[int, list]:
+    """The micro-batches that each step was fed, in their order, by the samples consumed before it; of one data-parallel rank."""
+    steps: dict[int, list] = {}
+    (path,) = [path for path in run.folder.glob("seen/fed-*.jsonl") if path.stat().st_size]
+    for line in path.read_text().splitlines():
+        step, pieces = json.loads(line)
+        steps.setdefault(step, []).append(pieces)
+    return steps
 
 
 def messages(run: Run) -> dict[int, dict]:

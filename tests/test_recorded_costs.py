@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from traces import made_trace, write_ranks, write_trace
 
 from megatron_balance.cli import main
 from megatron_balance.diagnosis.reading import read_trace
+from megatron_balance.planning.costs import fingerprint
 from megatron_balance.topology import Topology
 
 pytest.importorskip("pyarrow")
@@ -60,6 +62,14 @@ def test_a_trace_that_does_not_tell_the_layers_is_refused_with_what_to_do(capsys
     assert main(["plan", *shlex.split(JOB), "--balanced-pipeline-costs", str(folder)]) == 2
     error = capsys.readouterr().err
     assert f"megatron-balance diagnose {folder} --layers" in error and "--costs" in error
+
+
+def test_a_trace_is_told_from_another_by_its_fingerprint(tmp_path) -> None:
+    folder, other = recorded(tmp_path / "trace"), recorded(tmp_path / "other", layers=(5, 3))
+    copied = shutil.copytree(folder, tmp_path / "copied")
+    assert fingerprint(str(folder)) == fingerprint(str(copied)) != fingerprint(str(other))
+    next(copied.iterdir()).unlink()
+    assert fingerprint(str(folder)) != fingerprint(str(copied))
 
 
 def test_an_empty_folder_is_no_trace(capsys, tmp_path) -> None:

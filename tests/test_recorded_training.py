@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 
 import numpy as np
@@ -70,6 +71,23 @@ def test_the_line_in_the_log_says_what_diagnose_says_of_these_steps(tmp_path, pr
         assert gain < 0.02
     else:
         assert layers == ",".join(map(str, best)) and float(saving) == pytest.approx(100 * gain, abs=1.0)
+
+
+def test_a_job_trains_on_the_plan_that_the_trace_of_an_earlier_one_gives(from_checkpoint, tmp_path):
+    model = "--num-layers 6 --hidden-size 64 --vocab-size 32767 --untie-embeddings-and-output-weights"
+    trace, plan_file = tmp_path / "trace", tmp_path / "plan.json"
+    recorded = from_checkpoint(model, f"{PP2} --straggler-trace {trace}", 2)
+    balanced = f"--balanced-pipeline --balanced-pipeline-costs {trace} --balanced-pipeline-plan {plan_file}"
+    planned = from_checkpoint(model, f"{PP2} {balanced}", 2)
+    assert planned.losses == pytest.approx(recorded.losses, rel=2e-6)
+    read = read_trace(trace)
+    split, plan = recorded_split(read, read.job.layers), json.loads(plan_file.read_text())
+    assert plan["costs_source"] == split.table().source
+    assert plan["head_in_layers"] == pytest.approx(split.costs.in_layers(split.costs.head))
+    layers = [stage["layers"] for stage in plan["stages"]]
+    assert layers[0] > layers[1] and sum(layers) == 6
+    stages = {rank["pipeline_rank"]: len(rank["chunks"][0]["layers"]) for rank in planned.ranks.values()}
+    assert stages == dict(enumerate(layers))
 
 
 FAULTY = """

@@ -26,7 +26,7 @@ from megatron_balance.megatron.recorder.common_clock import CommonClock
 from megatron_balance.megatron.recorder.hooks import _backward, _combined, _forward, _step, _timed, _transfers
 from megatron_balance.megatron.recorder.live import Live
 from megatron_balance.megatron.recorder.marks import DeviceMarks, ProcessMarks, epoch_s
-from megatron_balance.megatron.recorder.options import TraceOptions, prepare_folder
+from megatron_balance.megatron.recorder.options import TraceOptions, prepare_folder, refuse_conflicts
 from megatron_balance.megatron.recorder.parts import Parts, Row
 from megatron_balance.megatron.recorder.recorder import Recorder, Step, apart, in_turn
 from megatron_balance.topology import Topology
@@ -155,6 +155,13 @@ def test_steps_are_counted_from_one_and_the_end_is_left_out():
 def test_flags_that_cannot_be_meant_are_refused(given, message):
     with pytest.raises(BalanceError, match=message):
         options(**given)
+
+
+def test_a_job_does_not_record_over_the_trace_that_it_plans_on(tmp_path):
+    args = argparse.Namespace(balanced_pipeline_costs=f"{tmp_path}/", cuda_graph_scope=None)
+    with pytest.raises(BalanceError, match="would move the trace aside that --balanced-pipeline-costs plans on"):
+        refuse_conflicts(args, options(**{"": str(tmp_path)}))
+    refuse_conflicts(args, options(**{"": str(tmp_path / "next")}))
 
 
 def test_an_earlier_trace_is_put_aside(tmp_path):

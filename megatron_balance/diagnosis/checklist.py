@@ -117,17 +117,13 @@ class Checklist:
         topology = self.causes.replay.trace.job.topology
         if self._signals is None:
             return _unknown(STAGE_SPLIT, symptom, _NO_PASSES)
-        nodes, replay = self._signals.nodes, self.causes.replay
-        span_s = replay.end_s[:, nodes].max(axis=(1, 2, 3)) - replay.start_s[:, nodes].min(
-            axis=(1, 2, 3)
-        )  # [steps, lanes]
-        busy_s = self._signals.seconds.sum(axis=(1, 2, 3)) / topology.pipeline_size
-        bubble = float(1.0 - busy_s.mean() / span_s.mean())
+        bubble = self._signals.bubble(self.causes.replay)
         passes = topology.virtual_size * topology.num_microbatches
         least = (topology.pipeline_size - 1) / (passes + topology.pipeline_size - 1)
         limit = 1.0 - (1.0 - least) / (1.0 + COUNTS)
         return _above(
-            STAGE_SPLIT, symptom, f"{100 * bubble:.1f} % of the pipeline's time, at least {100 * least:.1f} %",
+            STAGE_SPLIT, symptom,
+            f"{100 * bubble:.1f} % of the pipeline's time where every pass takes its stage's mean, at least {100 * least:.1f} %",
             bubble, limit, "at least {:.3f}: the pipeline then takes " f"{100 * COUNTS:.0f} % longer than it must",
         )  # fmt: skip
 

@@ -20,7 +20,7 @@ from functools import cached_property
 
 import numpy as np
 
-from megatron_balance.diagnosis.replay import Replay
+from megatron_balance.diagnosis.replay import Moments, Replay, run
 from megatron_balance.diagnosis.trace import BACKWARD, FORWARD, PAUSE, Sequences
 
 COUNTS = 0.05  # half of the tenth from which the study says that a job straggles: less is no cause by itself
@@ -74,6 +74,17 @@ class Signals:
     def typical_s(self) -> np.ndarray:
         """Seconds of each stage's typical pass, [2, stages]: the median of its workers, of each the median of its passes."""
         return np.median(np.median(self.seconds, axis=(0, 3)), axis=-1)
+
+    def bubble(self, replay: Replay) -> float:
+        """Share of the pipeline's time in which its ranks wait, from the first pass to the last, were every pass as long as
+        its stage's mean and all else ideal: what lengths, pauses and noise add is no symptom of the split.
+        """
+        seconds = replay.ideal_s[None, :, None].copy()
+        seconds[:, self.nodes] = self.stage_s[:, :, None, None]
+        moments = Moments(np.empty_like(seconds), np.empty_like(seconds))
+        run(replay.groups, lambda node: seconds[:, node], moments)
+        span_s = moments.end_s[:, self.nodes].max() - moments.start_s[:, self.nodes].min()
+        return float(1.0 - seconds[:, self.nodes].sum() / replay.trace.job.topology.pipeline_size / span_s)
 
     @property
     def slow_worker(self) -> tuple[int, int] | None:

@@ -8,7 +8,6 @@ planned one. Megatron builds its model from the arguments later still.
 from __future__ import annotations
 
 import functools
-import hashlib
 import sys
 from collections.abc import Mapping
 from itertools import pairwise
@@ -17,7 +16,6 @@ from typing import Any
 from megatron_balance.costs.chain import ChainCosts
 from megatron_balance.costs.transfer import transfer_s
 from megatron_balance.errors import BalanceError, MemoryLack
-from megatron_balance.files import read_text
 from megatron_balance.megatron import stored_layout
 from megatron_balance.megatron.agreement import decide_on_rank_0
 from megatron_balance.megatron.arguments import ANALYTIC, FLAG, LAST, PROFILE, Options, topology_of
@@ -39,6 +37,7 @@ from megatron_balance.pipeline.chain import check_stages
 from megatron_balance.pipeline.layout import Layout, parse_layout
 from megatron_balance.pipeline.plan import Plan, Scalar, find_plan, save_plan
 from megatron_balance.pipeline.show import render_plan
+from megatron_balance.planning.costs import fingerprint
 from megatron_balance.planning.planner import plan_job
 from megatron_balance.reporting import say
 from megatron_balance.topology import Topology
@@ -206,8 +205,7 @@ def _given(options: Options) -> dict[str, str]:
     weights = {"embedding_weight": options.embedding_weight, "head_weight": options.head_weight}
     given = {name: f"{weight[0]:g},{weight[1]:g}" for name, weight in weights.items() if weight is not None}
     if options.costs_kind not in (PROFILE, ANALYTIC):
-        content = read_text(options.costs, f"the costs file {options.costs}")
-        given["costs_file"] = hashlib.sha256(content.encode()).hexdigest()[:16]
+        given["costs_file"] = fingerprint(options.costs)
     if options.mtp_placement == LAST:
         given["mtp_placement"] = LAST
     if options.memory.gigabytes is not None:

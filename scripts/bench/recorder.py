@@ -7,7 +7,7 @@ overhead  recorded against not recorded, step by step in one process, in pairs o
 replay    the step that the recorded durations give, against what Megatron logs as elapsed time per iteration, data loading,
           optimizer and logging with it. Target: median within 3 %.
 
-Needs two cores and a quiet machine; four ranks on two cores say so in their name. About half a minute to a minute a case. Exits
+Needs two cores and a quiet machine; four ranks on two cores say so in their name. Half a minute to three minutes a case. Exits
 with 1 if a target is missed.
 
     python scripts/bench/recorder.py [CASE ...] [--steps N] [--out FOLDER]
@@ -33,14 +33,17 @@ from megatron_balance.diagnosis.reading import read_trace  # noqa: E402
 from megatron_balance.diagnosis.replay import Replay  # noqa: E402
 
 DRIVER = Path(__file__).with_name("recorder_observed.py")
-SMALL, LARGE = (
+SMALL, MIDDLE, LARGE = (
     "--num-layers 4 --hidden-size 128 --num-attention-heads 4 --seq-length 128",
+    "--num-layers 4 --hidden-size 256 --num-attention-heads 4 --seq-length 512",
     "--num-layers 8 --hidden-size 256 --num-attention-heads 4 --seq-length 512",
 )
 PP2, VPP2 = "--pipeline-model-parallel-size 2", "--num-virtual-stages-per-pipeline-rank 2"
 CASES = {  # what is asked, model, flags, ranks, steps
     "overhead-PP2": ("overhead", SMALL, PP2, 2, 600),
     "overhead-DP2": ("overhead", SMALL, "", 2, 600),
+    "overhead-PP2-middle": ("overhead", MIDDLE, PP2, 2, 480),
+    "overhead-DP2-middle": ("overhead", MIDDLE, "", 2, 480),
     "replay-PP2": ("replay", SMALL, PP2, 2, 200),
     "replay-PP2-VPP2": ("replay", SMALL, f"{PP2} {VPP2}", 2, 200),
     "replay-DP2": ("replay", SMALL, "", 2, 200),

@@ -89,6 +89,11 @@ def refuse_conflicts(args: Any, options: TraceOptions) -> None:
     """
     if importlib.util.find_spec("pyarrow") is None:
         raise BalanceError(f'{FLAG} writes parquet files and needs pyarrow: pip install "megatron-balance[trace]"')
+    costs = getattr(args, "balanced_pipeline_costs", None)
+    if costs and os.path.realpath(costs) == os.path.realpath(options.folder):
+        raise BalanceError(
+            f"{FLAG} {options.folder} would move the trace aside that --balanced-pipeline-costs plans on: name another folder"
+        )
     scopes = getattr(args, "cuda_graph_scope", None) or ()
     implementation = getattr(args, "cuda_graph_impl", None)
     if "full_iteration" in str(scopes) or implementation == "full_iteration":

@@ -46,6 +46,8 @@ class Overhead:
     Attributes:
         steps: that count.
         loader_share: seconds in our loader over those of the step and the loader.
+        idle_share: the same of a loader that has nothing to do.
+        own_share: the difference of both.
         step: our step over Megatron's own, both without a loader.
         whole: our loader and step over Megatron's step alone.
         step_s: median seconds of our step.
@@ -54,6 +56,8 @@ class Overhead:
 
     steps: int
     loader_share: Median
+    idle_share: Median
+    own_share: Median
     step: Median
     whole: Median
     step_s: float
@@ -62,10 +66,11 @@ class Overhead:
     @classmethod
     def read(cls, folder: Path) -> Overhead:
         steps = json.loads((folder / "batches-0.json").read_text())[2 * WARMUP :]
-        loader, ours, theirs = (np.array([step[name] for step in steps]) for name in ("loader_s", "ours", "theirs"))
+        names = ("loader_s", "idle_s", "ours", "theirs")
+        loader, idle, ours, theirs = (np.array([step[name] for step in steps]) for name in names)
         return cls(
             len(steps),
-            Median.of(loader / (loader + ours)),
+            *(Median.of(seconds / (loader + ours)) for seconds in (loader, idle, loader - idle)),
             Median.of(ours / theirs),
             Median.of((loader + ours) / theirs),
             float(np.median(ours)),

@@ -97,11 +97,14 @@ class Batches:
 
 
 class Both:
-    """Trains every batch twice, the side that begins in turn, and notes the seconds of both and of the loader."""
+    """Trains every batch twice, the side that begins in turn, and notes the seconds of both, of the loader, and of one that has
+    nothing to do: what torch takes to hand over as many tensors.
+    """
 
     def __init__(self) -> None:
         self.steps: list[dict[str, Any]] = []
         self._theirs: Callable[..., Any]
+        self._idle: Iterator[Any] | None = None
 
     def around_pretrain(self, pretrain: Callable[..., Any]) -> Callable[..., Any]:
         """Applied behind the hook that puts our forward step in, and so called before it."""
@@ -115,9 +118,9 @@ class Both:
 
     def around_step(self, train_step: Callable[..., Any]) -> Callable[..., Any]:
         def step(ours: Any, data: Any, *args: Any, **kwargs: Any) -> Any:
-            loader_s, items = _fetch(data)
+            seen, items = self._fetched(data)
             feeds = {OURS: (ours, items), THEIRS: (self._theirs, [as_stock(item) for item in items])}
-            seen, results = {"loader_s": loader_s}, {}
+            results = {}
             for side in (OURS, THEIRS) if len(self.steps) % 2 == 0 else (THEIRS, OURS):
                 forward_step, feed = feeds[side]
                 seen[side], results[side] = self._timed(train_step, side, forward_step, iter(feed), *args, **kwargs)
@@ -127,6 +130,16 @@ class Both:
             return results[OURS]
 
         return step
+
+    def _fetched(self, data: Any) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+        """Seconds in both loaders for the micro-batches of a step, the one that is asked first in turn, and the micro-batches."""
+        loaders = {"loader_s": data, **({"idle_s": self._idle} if self._idle else {})}
+        names = list(loaders) if len(self.steps) // 2 % 2 == 0 else list(reversed(loaders))
+        fetched = {name: _fetch(loaders[name]) for name in names}
+        items = fetched["loader_s"][1]
+        if self._idle is None:
+            self._idle = idle_loader(items[0])
+        return {name: seconds for name, (seconds, _) in fetched.items()}, items
 
     def _timed(
         self,
@@ -144,6 +157,36 @@ class Both:
         start_s = time.perf_counter()
         result = train_step(forward_step, RerunDataIterator(feed), *args, **kwargs)
         return time.perf_counter() - start_s, result
+
+
+class _Same:
+    """A data set whose items are all the same."""
+
+    def __init__(self, item: dict[str, Any], length: int) -> None:
+        self._item, self._length = item, length
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, place: int) -> dict[str, Any]:
+        return self._item
+
+
+def idle_loader(batch: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """A loader as Megatron makes it, that gives this micro-batch again and again, without any work."""
+    import torch
+    from megatron.training import get_args
+
+    args = get_args()
+    return iter(
+        torch.utils.data.DataLoader(
+            _Same({name: value[0].clone() for name, value in batch.items()}, args.train_iters * args.global_batch_size),
+            batch_size=args.micro_batch_size,
+            num_workers=args.num_workers,
+            pin_memory=True,
+            persistent_workers=args.num_workers > 0,
+        )
+    )
 
 
 def _fetch(data: Any) -> tuple[float, list[dict[str, Any]]]:
