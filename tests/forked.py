@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import gc
+import importlib
 import json
 import os
 import runpy
@@ -44,8 +45,14 @@ def _import_megatron() -> None:
 
     cpu.install()
 
-    import megatron_balance.packing.placement
-    import megatron_balance.planning.planner  # noqa: F401
+    for module in (
+        "megatron.core.models.gpt",
+        "megatron.training.training",
+        "torch._dynamo",
+        "megatron_balance.packing.placement",
+        "megatron_balance.planning.planner",
+    ):
+        importlib.import_module(module)
 
     gc.collect()
     gc.freeze()  # forks share these pages for as long as nobody counts their objects
