@@ -8,6 +8,7 @@ launch, whose leader stands for torchrun, and its exit status when it has ended.
 from __future__ import annotations
 
 import atexit
+import functools
 import gc
 import importlib
 import json
@@ -31,8 +32,9 @@ def main(parent: int) -> None:
     os.dup2(2, 1)  # whatever imports print is no answer
     _import_megatron()
     for line in sys.stdin:
-        leader = os.fork()
+        starter, leader = os.getpid(), os.fork()
         if leader == 0:
+            die_with_parent(starter)
             os.setsid()
             os._exit(_lead(json.loads(line)))
         print(leader, file=answers, flush=True)
@@ -53,6 +55,9 @@ def _import_megatron() -> None:
         "megatron_balance.planning.planner",
     ):
         importlib.import_module(module)
+    # A rank that saves has a process of its own pass results on between threads. Spawned, it would import all of that again.
+    writers = importlib.import_module("megatron.core.dist_checkpointing.strategies.filesystem_async")
+    writers.get_write_results_queue = functools.partial(writers.get_write_results_queue, "fork")
 
     gc.collect()
     gc.freeze()  # forks share these pages for as long as nobody counts their objects
@@ -65,8 +70,9 @@ def _lead(launch: dict[str, Any]) -> int:
         port = probe.getsockname()[1]
     running = set()
     for rank in range(launch["processes"]):
-        pid = os.fork()
+        leader, pid = os.getpid(), os.fork()
         if pid == 0:
+            die_with_parent(leader)
             _become(launch, rank, port)
         running.add(pid)
     failed, deadline_s = False, float("inf")
@@ -86,7 +92,6 @@ def _lead(launch: dict[str, Any]) -> int:
 
 
 def _become(launch: dict[str, Any], rank: int, port: int) -> NoReturn:
-    die_with_parent()
     log = os.open(launch["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     for stream in (1, 2):
