@@ -1,29 +1,26 @@
 """What `launch` starts once for many launches: imports Megatron, and becomes each rank of each of them by a fork.
 
-Importing Megatron is most of what a small run takes, and a fork has it already. A launch is a line of JSON on the standard input:
-``driver``, ``arguments``, ``processes``, ``folder``, ``log``, ``variables``. The answers are two lines: the process group of the
-launch, whose leader stands for torchrun, and its exit status when it has ended.
+Importing Megatron is most of what a small run takes, and a fork has it already. A launch is a line of JSON on the standard input
+(see `launch.py`). The answers are two lines: the process group of the launch, whose leader stands for torchrun, and its exit status
+when it has ended.
 """
 
 from __future__ import annotations
 
-import atexit
 import functools
-import gc
 import importlib
 import json
 import os
 import runpy
 import signal
-import socket
 import sys
-import time
-import traceback
-from typing import Any, NoReturn
+from pathlib import Path
+from typing import Any
 
 from megatron_balance.processes import die_with_parent
 
-_GRACE_S = 3.0  # for the other ranks, once one has failed
+sys.path.append(str(Path(__file__).parents[1] / "scripts"))
+from forks import VARIABLES, first_failure, settle, start_ranks
 
 
 def main(parent: int) -> None:
@@ -59,62 +56,28 @@ def _import_megatron() -> None:
     writers = importlib.import_module("megatron.core.dist_checkpointing.strategies.filesystem_async")
     writers.get_write_results_queue = functools.partial(writers.get_write_results_queue, "fork")
 
-    gc.collect()
-    gc.freeze()  # forks share these pages for as long as nobody counts their objects
+    settle()
 
 
 def _lead(launch: dict[str, Any]) -> int:
-    """Start the ranks and wait for them, as torchrun does: where one fails, the others are ended."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    running = set()
-    for rank in range(launch["processes"]):
-        leader, pid = os.getpid(), os.fork()
-        if pid == 0:
-            die_with_parent(leader)
-            _become(launch, rank, port)
-        running.add(pid)
-    failed, deadline_s = False, float("inf")
-    while running:
-        pid, status = os.waitpid(-1, os.WNOHANG)
-        running.discard(pid)
-        if pid and status and not failed:
-            failed, deadline_s = True, time.monotonic() + _GRACE_S
-        if not pid:
-            if time.monotonic() > deadline_s:
-                for late in running:
-                    os.kill(late, signal.SIGKILL)
-            time.sleep(0.02)
+    """Start the ranks and wait for them."""
+    failed = first_failure(start_ranks(launch["processes"], lambda rank: Path(launch["log"]), lambda: _train(launch)))
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     os.killpg(0, signal.SIGTERM)  # whatever they have started and left
-    return int(failed)
+    if failed is None:
+        return 0
+    return max(failed[1] or 1, 1) if launch["alone"] else 1
 
 
-def _become(launch: dict[str, Any], rank: int, port: int) -> NoReturn:
-    log = os.open(launch["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    for stream in (1, 2):
-        os.dup2(log, stream)
+def _train(launch: dict[str, Any]) -> None:
     os.chdir(launch["folder"])
-    size = str(launch["processes"])
-    os.environ.update(launch["variables"], MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=size, LOCAL_WORLD_SIZE=size)
+    os.environ.update(launch["variables"])
+    if launch["alone"]:  # as nobody has started it
+        for name in VARIABLES:
+            del os.environ[name]
     sys.argv = [launch["driver"], *launch["arguments"]]
     sys.path.insert(0, os.path.dirname(launch["driver"]))
-    status = 1
-    try:
-        runpy.run_path(launch["driver"], run_name="__main__")
-        status = 0
-    except SystemExit as end:
-        status = end.code if isinstance(end.code, int) else int(end.code is not None)
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        atexit._run_exitfuncs()  # the interpreter's own end would run the frames of the parent to theirs
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)
+    runpy.run_path(launch["driver"], run_name="__main__")
 
 
 if __name__ == "__main__":

@@ -72,8 +72,8 @@ def launch(
         folder: for the observations; made when absent.
         processes: one rank each, on this machine.
         script: a checkout's pretrain_gpt.py; None for our own.
-        by: ``torchrun``; ``forks`` of a process that has imported Megatron already, or torchrun where these will not do, as with
-            another script; or ``alone``, a single plain process, as a dry run is.
+        by: ``torchrun``; ``forks`` of a process that has imported Megatron already; or ``alone``, a single one without a launcher's
+            variables, as a dry run is. Where forks will not do, as with another script, these are processes of their own.
         environment: variables beyond this process's.
         kill_when: once the output holds this, all processes are killed as by kill -9.
         driver: what is started on each rank.
@@ -84,8 +84,8 @@ def launch(
     folder.mkdir(parents=True, exist_ok=True)
     log = folder / "output.log"
     log.write_bytes(b"")
-    if by == FORKS and script is None and environment is None and kill_when is None:
-        status = _starter().run(driver, given, processes, folder, log, variables, timeout_s)
+    if by != TORCHRUN and script is None and environment is None and kill_when is None:
+        status = _starter().run(driver, given, processes, by == ALONE, folder, log, variables, timeout_s)
     else:
         status = _started(by, [str(driver), *given], processes, folder, log, variables, timeout_s, kill_when)
     output = log.read_text(errors="replace")
@@ -141,6 +141,7 @@ class _Starter:
         driver: Path,
         arguments: list[str],
         processes: int,
+        alone: bool,
         folder: Path,
         log: Path,
         variables: dict[str, str],
@@ -148,10 +149,12 @@ class _Starter:
     ) -> int:
         """Exit status of a launch; all its processes are ended when this returns."""
         paths = {"driver": str(driver), "folder": str(folder), "log": str(log)}
-        job = {**paths, "arguments": arguments, "processes": processes, "variables": variables}
+        job = {**paths, "arguments": arguments, "processes": processes, "alone": alone, "variables": variables}
         self._process.stdin.write(f"{json.dumps(job)}\n")
         self._process.stdin.flush()
-        leader = int(self._process.stdout.readline())
+        said = self._process.stdout.readline()
+        assert said, "forked.py has ended before it could start a launch: see its standard error"
+        leader = int(said)
         late = threading.Timer(timeout_s, os.killpg, (leader, signal.SIGKILL))
         late.start()
         try:

@@ -218,6 +218,18 @@ def test_clocks_that_the_recorder_compared_are_left_alone(tmp_path):
         read_trace(write_trace(away, tmp_path / "job.parquet"))
 
 
+@pytest.mark.parametrize(
+    ("uncertainty", "said"), [("0.002", None), ("0.5", "are only known to 0.5 s"), ("null", "could not be")]
+)
+def test_clocks_that_were_not_compared_well_are_told(trace, tmp_path, uncertainty, said):
+    file = sorted(write_ranks(trace, tmp_path).iterdir())[1]
+    table = parquet.read_table(file)
+    here = {b"megatron_balance_rank": b'{"clock_uncertainty_s": %s}' % uncertainty.encode()}
+    parquet.write_table(table.replace_schema_metadata({**table.schema.metadata, **here}), file)
+    problems = [line for line in read_trace(tmp_path).problems if "the clocks of 1 of 6 ranks" in line]
+    assert [said in line for line in problems] == [True] * (said is not None)
+
+
 def test_passes_that_run_as_one_are_read_with_what_they_wait_for(tmp_path):
     """Two interleaved ranks; transfers within merged passes are not told, those before and after them are."""
     kinds = (

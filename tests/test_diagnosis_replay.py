@@ -244,6 +244,20 @@ def test_a_pause_is_within_an_operation_of_those_in_turn():
     assert replay.steps_with_s(replay.actual_s) == pytest.approx(Replay(trace).recorded_step_s)
 
 
+def test_a_pause_before_the_last_rank_has_come_is_no_loss():
+    trace = turns(np.ones((3, 2, 2, 4)))
+    first = np.flatnonzero((trace.kind == trace.kinds.index("step-begin")) & (trace.pp_rank == 0))
+    start_s = trace.start_s.copy()
+    start_s[first] -= 3.0  # these end their step early, and wait
+    names = ("step", "dp_rank", "pp_rank", "chunk", "microbatch")
+    more = {name: np.append(getattr(trace, name), getattr(trace, name)[first[1]]) for name in names}
+    more |= {"start_s": np.append(start_s, start_s[first[1]]), "end_s": np.append(trace.end_s, start_s[first[1]] + 2.5)}
+    paused = replace(trace, kinds=(*trace.kinds, "gc"), kind=np.append(trace.kind, len(trace.kinds)), **more)
+    assert Replay(paused).paused_s.sum() == 0.0
+    later = replace(paused, end_s=np.append(trace.end_s, trace.start_s[first[1]] + 0.25))
+    assert Replay(later).paused_s.sum() == pytest.approx(0.25)
+
+
 def test_combined_passes():
     """A pass forward and backward at once waits for what both need, and gives both at its end."""
     topology = Topology(2, 6, 2, overlap_moe=True)

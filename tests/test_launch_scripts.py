@@ -77,7 +77,7 @@ def test_without_a_model_the_usage_is_shown(arguments):
 
 @pytest.mark.parametrize(
     "script",
-    [*LAUNCH.glob("*.s*"), *LAUNCH.glob("models/*"), SCRIPTS / "apply_patches.sh", SCRIPTS / "test_matrix.sh"],
+    [*LAUNCH.glob("*.s*"), *LAUNCH.glob("models/*"), *SCRIPTS.glob("*.sh"), *SCRIPTS.glob("lib/*.sh")],
     ids=lambda path: path.name,
 )
 def test_scripts_are_sound_shell(script):

@@ -184,16 +184,19 @@ def test_every_label_is_learned_once_an_epoch_also_across_a_kill_and_another_top
 
 
 @pytest.mark.parametrize("virtual", ["", "--num-virtual-stages-per-pipeline-rank 2"], ids=["PP2", "PP2-VPP2"])
-def test_no_shape_is_sent_also_when_evaluation_comes_between(packed, virtual):
-    flags = f"--pipeline-model-parallel-size 2 {virtual} --eval-interval 5"
+def test_no_shape_is_sent_also_when_evaluation_comes_between_and_an_epoch_ends(packed, documents, virtual):
+    flags = f"--pipeline-model-parallel-size 2 {virtual} --eval-interval 5 --train-iters 30"
     again, fixed = packed(flags, 2), packed(f"{flags} {FIXED}", 2)
+    assert len(again.losses) == 30
     assert again.losses == pytest.approx(fixed.losses, rel=TOLERANCE)
     assert evaluated(again) == pytest.approx(evaluated(fixed), rel=3e-6) and len(evaluated(again)) > 3
+    learned = sum(len(labels) for pieces in fed(again.folder).values() for _, labels in pieces.elements())
+    assert learned > sum(text.size - 1 for text in documents[1][:360])  # of an epoch
     sent, as_fixed = messages(again), messages(fixed)
     assert len(sent) == 2
     for rank, counts in sent.items():
         assert counts["shapes"] == 0
-        assert counts["tensors"] == as_fixed[rank]["tensors"] > 20 * 8
+        assert counts["tensors"] == as_fixed[rank]["tensors"] > 30 * 8
         assert len(counts["lengths"]) > 3 and max(counts["lengths"]) <= 32
         assert as_fixed[rank]["lengths"] == [32]
 

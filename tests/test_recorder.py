@@ -8,6 +8,7 @@ import inspect
 import resource
 import subprocess
 import sys
+import time
 import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
@@ -189,6 +190,20 @@ def test_clocks_of_two_machines_are_brought_together():
         clocks = list(pool.map(synchronized, range(len(ranks))))
     for clock, (_, ahead_s) in zip(clocks, ranks, strict=True):
         assert abs(clock.offset_s + ahead_s) <= clock.uncertainty_s + 1e-6 and clock.uncertainty_s < 1
+
+
+def test_a_machine_that_is_late_the_first_time_is_waited_for(monkeypatch):
+    monkeypatch.setattr(common_clock, "_COMES_S", 0.0)
+    store = dist.HashStore()
+    with ThreadPoolExecutor(2) as pool:
+        clocks = list(pool.map(lambda rank: CommonClock(store, rank, 2, 7.0 * rank, "ab"[rank]), range(2)))
+        assert [clock.uncertainty_s for clock in clocks] == [float("inf")] * 2
+        rank_0 = pool.submit(clocks[0].synchronize)
+        time.sleep(0.1)
+        clocks[1].synchronize()
+        rank_0.result()
+    assert clocks[1].offset_s == pytest.approx(-7.0, abs=0.1) and clocks[1].uncertainty_s < 1
+    assert clocks[0].uncertainty_s == 0.0
 
 
 def test_a_machine_that_comes_no_more_is_waited_for_once(monkeypatch):
@@ -486,6 +501,29 @@ def test_a_step_that_fails_still_fails_as_it_did(monkeypatch):
     with pytest.raises(MemoryError, match="of the job"):
         _step(listening, train_step)("model", "optimizer")
     assert called == ["begin", "drop"]
+
+
+@pytest.mark.parametrize("fails", ["prepare", "take", "exchange", "log"])
+def test_a_log_line_that_fails_ends_the_log_lines_alone(tmp_path, capsys, fails):
+    of = recorder(tmp_path)
+    of.parts = parts(tmp_path)
+
+    def full(*_):
+        raise OSError("no space left for events")
+
+    calls = dict.fromkeys(("prepare", "take", "exchange", "log"), lambda *_: None)
+    of.speak(SimpleNamespace(**{**calls, fails: full}))
+    for number in (1, 2):
+        of._step, of.in_step = Step(number, of.mark()), True
+        of._step.operations.append(("forward-compute", 0, 0, of.mark(), of.mark()))
+        of.end()
+        of._write()
+        of.log(number)
+    assert of.is_on and of.live is None
+    assert set(pq.read_table(tmp_path)["step"].to_pylist()) == {1, 2}
+    assert (
+        capsys.readouterr().err.count("no more log lines, recording goes on (OSError: no space left for events)") == 1
+    )
 
 
 def test_a_failure_ends_the_recording_with_one_warning(tmp_path, capsys):

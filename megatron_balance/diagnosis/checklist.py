@@ -140,9 +140,8 @@ class Checklist:
         forward, backward = costs.in_layers(costs.head)
         value = costs.head.total_s / (costs.head + costs.mean_layer * self.split.layers[-1]).total_s
         both, limit = self._signals.median_s.sum(axis=0), 1.0 - 1.0 / STRAGGLES
-        beside = float(
-            both[-1] / both.mean()
-        )  # a split by cost leaves a large head few layers, and no time above the others'
+        # A split by cost leaves a large head few layers, and no time above the others'.
+        beside = float(both[-1] / both.mean())
         return _check(
             STAGE_SPLIT, symptom,
             f"{100 * value:.0f} % of {beside:.2f}x the stages' mean; the head costs {forward:.1f} layers forward,"

@@ -10,7 +10,7 @@ from megatron_balance.diagnosis.trace import CLIP, Trace
 from megatron_balance.errors import BalanceError
 
 _TOGETHER = CLIP  # a reduction over all ranks
-_LEAST_S = 0.01
+LEAST_S = 0.01
 _ANOTHER_RUN_S = 60.0
 
 
@@ -35,10 +35,10 @@ def aligned(trace: Trace) -> Trace:
     ends = np.empty((steps.size, present.size))
     ends[step, worker] = trace.end_s[rows]
     ahead = np.median(ends - np.median(ends, axis=1, keepdims=True), axis=0)
-    if np.abs(ahead).max() <= _LEAST_S:
+    if np.abs(ahead).max() <= LEAST_S:
         return trace
     step_s = float(np.median(_own_spans_s(trace, steps)))
-    wrong = np.abs(ahead) > max(_LEAST_S, 0.02 * step_s)
+    wrong = np.abs(ahead) > max(LEAST_S, 0.02 * step_s)
     if not wrong.any():
         return trace
     far_s = float(np.abs(ahead).max())

@@ -147,7 +147,7 @@ def groups_of(
         nodes: the operations.
         topology: sizes of the pipeline.
         start_s, end_s: of each operation in one recorded cell, shape [nodes]. The ranks' passes are taken in this order; where
-            that has a circle, as damaged clocks make it, in that of Megatron's schedule.
+            that has a circle, as damaged clocks make it, in that of Megatron's schedule, but not with ``in_turn``.
         in_turn, sends_ahead: as in ``Job``.
 
     Raises:
@@ -158,8 +158,9 @@ def groups_of(
     if groups is None and not in_turn:
         groups = _Builder(nodes, topology, start_s, end_s, _scheduled(nodes, topology)).groups()
     if groups is None:
+        orders = "the recorded order" if in_turn else "the recorded order and in that of Megatron's schedule"
         raise BalanceError(
-            "the operations wait for one another in a circle, in the recorded order and in that of Megatron's schedule: "
+            f"the operations wait for one another in a circle, in {orders}: "
             "the clocks or the micro-batch numbers of the trace are damaged"
         )
     return groups

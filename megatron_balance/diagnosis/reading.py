@@ -9,6 +9,7 @@ metadata; its operations run in turn (``Job.in_turn``). Nothing in a file is eve
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
@@ -19,7 +20,7 @@ import numpy as np
 
 from megatron_balance import reading
 from megatron_balance.diagnosis.cells import whole
-from megatron_balance.diagnosis.clocks import aligned
+from megatron_balance.diagnosis.clocks import LEAST_S, aligned
 from megatron_balance.diagnosis.graph import is_exchange
 from megatron_balance.diagnosis.trace import COMBINED, FORWARD, OPERATIONS, OURS, PASSES, Job, Sequences, Trace
 from megatron_balance.errors import BalanceError
@@ -28,7 +29,7 @@ from megatron_balance.topology import Topology
 if TYPE_CHECKING:
     import pyarrow
 
-METADATA_KEY = b"megatron_balance"
+METADATA_KEY, RANK_METADATA_KEY = b"megatron_balance", b"megatron_balance_rank"
 COLUMNS = ("dp_rank", "stage", "step", "optype", "start_ts", "duration", "mc", "mb_id")
 RANK = "rank"  # of the job; where tensor- or context-parallel ranks share a worker, the first speaks for them
 LENGTHS = ("tokens", "longest", "squares")
@@ -96,7 +97,7 @@ def _read_tables(files: list[Path], problems: list[str]) -> pyarrow.Table:
         from pyarrow.parquet import ParquetFile
     except ImportError as error:
         raise BalanceError(f"a trace needs pyarrow, which the extra 'trace' installs ({error})") from error
-    tables, damaged, said = [], [], []
+    tables, damaged, said, unsure = [], [], [], []
     for file in files:
         try:
             opened = ParquetFile(file)
@@ -113,12 +114,29 @@ def _read_tables(files: list[Path], problems: list[str]) -> pyarrow.Table:
             said.append(str(error).splitlines()[0] if str(error) else type(error).__name__)
             continue
         tables.append(_canonical(table, file))
+        unsure.append(_clock_uncertainty_s(table.schema.metadata or {}))
     if not tables:
         raise BalanceError(f"{damaged[0]} cannot be read as parquet, it is cut off or damaged: {said[0]}")
     if damaged:
         shown = ", ".join(file.name for file in damaged[:_MOST_SHOWN])
         problems.append(f"{len(damaged)} of {len(files)} files cannot be read and are left out: {shown} ({said[0]})")
+    if (worst_s := max(unsure)) > LEAST_S:
+        many = sum(each_s > LEAST_S for each_s in unsure)
+        how = "could not be compared" if worst_s == math.inf else f"are only known to {worst_s:.3g} s"
+        problems.append(
+            f"the clocks of {many} of {len(tables)} ranks {how}: how long ranks waited for one another may be wrong by as much"
+        )
     return _joined(tables, files)
+
+
+def _clock_uncertainty_s(metadata: Mapping[bytes, bytes]) -> float:
+    """Of what a rank's file says; infinite where its clock was not compared, 0 where it says nothing."""
+    try:
+        here = json.loads(metadata.get(RANK_METADATA_KEY, b"{}"))
+        value = here.get("clock_uncertainty_s", 0.0)
+        return math.inf if value is None else float(value)
+    except (ValueError, TypeError, AttributeError, RecursionError):
+        return 0.0  # nothing depends on it
 
 
 def _canonical(table: pyarrow.Table, file: Path) -> pyarrow.Table:
@@ -379,7 +397,8 @@ def _are_passes(kind: np.ndarray, kinds: tuple[str, ...]) -> np.ndarray:
 def _of_one_size(
     described: dict[str, Any], columns: dict[str, np.ndarray], is_pass: np.ndarray, problems: list[str]
 ) -> np.ndarray:
-    """Whether each row is of the longest stretch of steps with as many micro-batches, the later of two as long.
+    """Whether each row is of the longest stretch of steps with as many micro-batches, the later of two as long; their number goes
+    into ``described``.
 
     Their number grows while a job ramps up its batch size, and never shrinks: where it does, steps are not whole.
     """

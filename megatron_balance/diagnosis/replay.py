@@ -118,8 +118,9 @@ class Replay:
         for row in np.flatnonzero(trace.kind == trace.kinds.index(PAUSE)) if PAUSE in trace.kinds else ():
             step, lane = np.searchsorted(self.steps, trace.step[row]), np.searchsorted(self.lanes, trace.dp_rank[row])
             mine = np.flatnonzero(own & (self.nodes.stage == trace.pp_rank[row]))
-            first_s = np.maximum(self.start_s[step, mine, lane], trace.start_s[row])
-            last_s = np.minimum(self.end_s[step, mine, lane], trace.end_s[row])
+            end_s = self.end_s[step, mine, lane]  # what lies before its last peer came is no time of the operation
+            first_s = np.maximum(end_s - self.actual_s[step, mine, lane], trace.start_s[row])
+            last_s = np.minimum(end_s, trace.end_s[row])
             paused[step, mine, lane] += np.maximum(last_s - first_s, 0.0)
         return paused
 

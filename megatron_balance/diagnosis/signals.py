@@ -136,7 +136,9 @@ def _pauses(replay: Replay, nodes: np.ndarray, seconds: np.ndarray) -> tuple[np.
     """Seconds of pauses within each pass, and whether the recorder noted them: ours notes all."""
     trace = replay.trace
     rows = np.flatnonzero(trace.kind == (trace.kinds.index(PAUSE) if PAUSE in trace.kinds else -1))
-    if trace.job.in_turn or (trace.end_s[rows] > trace.start_s[rows]).any():
+    if trace.job.in_turn:
+        return replay.paused_s[:, nodes], True
+    if (trace.end_s[rows] > trace.start_s[rows]).any():
         return np.minimum(_recorded_pauses(replay, nodes, rows), seconds), True
     pauses = np.zeros_like(seconds)
     pauses[:, 0] = _far_above(seconds[:, 0], seconds[:, 1])

@@ -39,7 +39,7 @@ class Job:
         in_turn: whether the operations of a rank run one after the other, each from the end of the one before, and clocks are
             those of one rank: our recorder notes what the stream that computes does. Published traces note several streams.
         sends_ahead: with ``in_turn``, whether a rank that sends goes on without waiting for the receiver (Megatron's
-            ``--overlap-p2p-communication``, which interleaved schedules have by default).
+            ``overlap_p2p_comm``, which interleaved schedules have unless ``--no-overlap-p2p-communication`` is given).
         shapes: of the model, by name, as a costs file has them (``holds_for``); empty where they are not known.
     """
 

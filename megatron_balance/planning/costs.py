@@ -27,7 +27,7 @@ def given_costs(source: str, model: ModelSpec, topology: Topology) -> CostTable:
     """
     if not _is_trace(source):
         return load_fitting(source, model, topology)
-    table = recorded_costs(source)
+    table = _recorded_costs(source)
     table.check_fits(shapes_of(model, topology), f"the trace {source}")
     return table
 
@@ -48,21 +48,7 @@ def fingerprint(source: str) -> str:
         return _digest(sizes.encode() + (_end_of(files[0]) if files else b""))
 
 
-def _is_trace(source: str) -> bool:
-    return Path(source).is_dir() or source.endswith(".parquet")
-
-
-def _end_of(file: Path) -> bytes:
-    with file.open("rb") as opened:
-        opened.seek(max(0, file.stat().st_size - _END_BYTES))
-        return opened.read()
-
-
-def _digest(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()[:16]
-
-
-def recorded_costs(path: str) -> CostTable:
+def _recorded_costs(path: str) -> CostTable:
     """What layers and head cost in a recorded job.
 
     Raises:
@@ -78,3 +64,17 @@ def recorded_costs(path: str) -> CostTable:
             " --layers 9,9,9,9 --costs costs.json`, then plan on costs.json"
         )
     return recorded_split(trace, trace.job.layers).table()
+
+
+def _is_trace(source: str) -> bool:
+    return Path(source).is_dir() or source.endswith(".parquet")
+
+
+def _end_of(file: Path) -> bytes:
+    with file.open("rb") as opened:
+        opened.seek(max(0, file.stat().st_size - _END_BYTES))
+        return opened.read()
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:16]

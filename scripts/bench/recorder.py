@@ -22,6 +22,7 @@ import re
 import shutil
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -39,18 +40,41 @@ SMALL, MIDDLE, LARGE = (
     "--num-layers 8 --hidden-size 256 --num-attention-heads 4 --seq-length 512",
 )
 PP2, VPP2 = "--pipeline-model-parallel-size 2", "--num-virtual-stages-per-pipeline-rank 2"
-CASES = {  # what is asked, model, flags, ranks, steps
-    "overhead-PP2": ("overhead", SMALL, PP2, 2, 600),
-    "overhead-DP2": ("overhead", SMALL, "", 2, 600),
-    "overhead-PP2-middle": ("overhead", MIDDLE, PP2, 2, 480),
-    "overhead-DP2-middle": ("overhead", MIDDLE, "", 2, 480),
-    "replay-PP2": ("replay", SMALL, PP2, 2, 200),
-    "replay-PP2-VPP2": ("replay", SMALL, f"{PP2} {VPP2}", 2, 200),
-    "replay-DP2": ("replay", SMALL, "", 2, 200),
-    "replay-DP2-PP2-on-2-cores": ("replay", SMALL, PP2, 4, 200),
-    "replay-PP2-large": ("replay", LARGE, PP2, 2, 50),
-    "replay-PP2-VPP2-large": ("replay", LARGE, f"{PP2} {VPP2}", 2, 50),
-    "replay-DP2-PP2-on-2-cores-large": ("replay", LARGE, PP2, 4, 30),
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is asked of a job.
+
+    Attributes:
+        kind: "overhead" or "replay".
+        model: its flags.
+        parallel: flags of the pipeline.
+        ranks: processes.
+        data_size: data-parallel ranks among them.
+        steps: of training; of overhead half are recorded.
+    """
+
+    kind: str
+    model: str
+    parallel: str
+    ranks: int
+    data_size: int
+    steps: int
+
+
+CASES = {
+    "overhead-PP2": Case("overhead", SMALL, PP2, 2, 1, 600),
+    "overhead-DP2": Case("overhead", SMALL, "", 2, 2, 600),
+    "overhead-PP2-middle": Case("overhead", MIDDLE, PP2, 2, 1, 480),
+    "overhead-DP2-middle": Case("overhead", MIDDLE, "", 2, 2, 480),
+    "replay-PP2": Case("replay", SMALL, PP2, 2, 1, 200),
+    "replay-PP2-VPP2": Case("replay", SMALL, f"{PP2} {VPP2}", 2, 1, 200),
+    "replay-DP2": Case("replay", SMALL, "", 2, 2, 200),
+    "replay-DP2-PP2-on-2-cores": Case("replay", SMALL, PP2, 4, 2, 200),
+    "replay-PP2-large": Case("replay", LARGE, PP2, 2, 1, 50),
+    "replay-PP2-VPP2-large": Case("replay", LARGE, f"{PP2} {VPP2}", 2, 1, 50),
+    "replay-DP2-PP2-on-2-cores-large": Case("replay", LARGE, PP2, 4, 2, 30),
 }
 MICROBATCHES = {"overhead": 4, "replay": 8}  # of a step: few make what is done once a step weigh more
 OVERHEAD, REPLAY, INTERVAL, WARMUP = 0.01, 0.03, 40, 8
@@ -74,22 +98,21 @@ def main() -> int:
         parser.error(f"no case {', '.join(unknown)}: there are {', '.join(CASES)}")
     missed = 0
     for name in options.cases or CASES:
-        kind, *_, steps = CASES[name]
-        ask = {"overhead": _overhead, "replay": _replay}[kind]
-        missed += not ask(name, options.steps or steps, options.out.resolve() / name)
+        ask = {"overhead": _overhead, "replay": _replay}[CASES[name].kind]
+        missed += not ask(name, options.steps or CASES[name].steps, options.out.resolve() / name)
     return 1 if missed else 0
 
 
 def _train(name: str, steps: int, folder: Path, driver: list[str], log_interval: int) -> str:
     """What the job prints."""
-    kind, model, flags, ranks, _ = CASES[name]
+    case = CASES[name]
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     trace = f"--straggler-trace {folder / 'trace'} --straggler-trace-interval {INTERVAL}"
-    batch = MICROBATCHES[kind] * (2 if "DP2" in name else 1)
+    batch = MICROBATCHES[case.kind] * case.data_size
     size = f"--train-iters {steps} --global-batch-size {batch} --log-interval {log_interval}"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", *driver]
-    command += ["--device", "cpu", *f"{model} {COMMON} {flags} {size} {trace}".split()]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={case.ranks}", *driver]
+    command += ["--device", "cpu", *f"{case.model} {COMMON} {case.parallel} {size} {trace}".split()]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     with (folder / "output.log").open("w") as log:
         status = subprocess.run(command, env=environment, stdout=log, stderr=subprocess.STDOUT, cwd=folder).returncode

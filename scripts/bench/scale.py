@@ -31,9 +31,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -44,6 +45,12 @@ if str(ROOT) not in sys.path:  # run from a checkout that is not installed
 from tables import print_table  # noqa: E402
 
 from megatron_balance.topology import Topology  # noqa: E402
+
+if TYPE_CHECKING:  # importing the rest is a part of what is measured
+    from megatron_balance.packing.cost import BinCost
+    from megatron_balance.packing.grid import Grid
+    from megatron_balance.packing.profile import Profile
+    from megatron_balance.packing.stream import Stream
 
 MEDIAN_TOKENS, SPREAD, MOST_TOKENS = 1024, 1.4, 32768
 DRAWN = 2**22  # documents; more repeat them
@@ -106,22 +113,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"no table has {options.only!r} in its name", file=sys.stderr)
         return 2
     kept = Path(options.results) if options.results else None
-    found: Found = {}
     with tempfile.TemporaryDirectory(dir=options.folder) as place:
         if not options.quick:
             _compile(chosen, Path(place))
-        if SPLIT in chosen:
-            found[SPLIT] = [_split(*each) for each in sizes.splits]
-        if DOCUMENTS in chosen or PACK in chosen:
-            data = [_data(count, sizes.batches, Path(place), chosen) for count in sizes.documents]
-            found |= {name: [each[name] for each in data] for name in (DOCUMENTS, PACK) if name in chosen}
-        if RANKS in chosen:
-            found[RANKS] = [
-                _ranks(ranks, bins // ranks, sizes.batches)
-                for of_batch in (lambda ranks: MICROBATCHES * ranks, lambda ranks: LARGEST.data_size * MICROBATCHES)
-                for ranks in sizes.ranks
-                if (bins := of_batch(ranks)) >= ranks
-            ]
+        found = _measured(chosen, sizes, Path(place))
     for name, rows in found.items():
         if not options.markdown:
             print(f"**{name}**\n")
@@ -133,6 +128,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.picture and found.keys() != {PACK}:
         _draw(options.picture, found)
     return 0
+
+
+def _measured(chosen: Sequence[str], sizes: Sizes, place: Path) -> Found:
+    found: Found = {}
+    if SPLIT in chosen:
+        found[SPLIT] = [_split(*each) for each in sizes.splits]
+    if DOCUMENTS in chosen or PACK in chosen:
+        data = [_data(count, sizes.batches, place, chosen) for count in sizes.documents]
+        found |= {name: [each[name] for each in data] for name in (DOCUMENTS, PACK) if name in chosen}
+    if RANKS in chosen:
+        of_each = [(ranks, MICROBATCHES) for ranks in sizes.ranks]
+        of_all = [(ranks, LARGEST.data_size * MICROBATCHES // ranks) for ranks in sizes.ranks]
+        found[RANKS] = [_ranks(*each, sizes.batches) for each in of_each + of_all]
+    return found
 
 
 def _compile(chosen: Sequence[str], place: Path) -> None:
@@ -289,11 +298,11 @@ def _batches(prefix: str, cache: str, batches: str) -> dict[str, float]:
     return {
         "import_s": imported - started, "read_s": read - imported, "order_s": ordered - read,
         "sample_s": sampled - ordered, "profile_s": profiled - sampled,
-        "step_ms": float(np.median([sum(each.values()) for each in times[1:]])), **_memory(),
+        "step_ms": float(np.median(times[1:])), **_memory(),
     }  # fmt: skip
 
 
-def _timed(stream, cost, grid, profile):
+def _timed(stream: Stream, cost: BinCost, grid: Grid, profile: Profile) -> Iterator[float]:
     """Milliseconds of cutting and placing one global batch after another."""
     from megatron_balance.packing.cut import cut
     from megatron_balance.packing.placement import place
@@ -302,9 +311,8 @@ def _timed(stream, cost, grid, profile):
     while True:
         started = time.perf_counter()
         batch = cut(stream, cursor, grid.num_bins)
-        between = time.perf_counter()
         place(batch.pieces.tokens, cost, stream.rule, grid, profile, batch.bins)
-        yield {"cut": 1e3 * (between - started), "place": 1e3 * (time.perf_counter() - between)}
+        yield 1e3 * (time.perf_counter() - started)
         cursor = batch.stop
 
 
@@ -426,7 +434,7 @@ def _draw(path: str, found: Found) -> None:
     plt.close(figure)
 
 
-def _curves(name: str, found: Found):
+def _curves(name: str, found: Found) -> Iterator[tuple[str, list[dict[str, float]], str, str]]:
     """Label, rows, and the keys of both axes."""
     rows = found[name]
     if name == SPLIT:

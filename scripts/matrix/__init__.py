@@ -1,0 +1,1 @@
+"""The table of Megatron versions: what trains with our flags, and with which losses."""

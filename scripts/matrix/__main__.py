@@ -31,8 +31,10 @@ def main() -> None:
 
 
 def result_of(checkout: Path, folder: Path) -> Result:
-    """Run a checkout's trials in a process of their own, those that the folder has no outcome of."""
+    """Run a checkout's trials in a process of their own, those without an outcome in the folder; all where stock failed."""
     file = folder / "result.json"
+    if file.is_file() and Result.read(file).fails_without_us:
+        file.unlink()
     if not (file.is_file() and Result.read(file).is_complete):
         print(f"{checkout}:", file=sys.stderr, flush=True)
         subprocess.run([sys.executable, "-m", "matrix.checkout", str(checkout), str(folder)], check=True)

@@ -6,21 +6,19 @@ most of what a small run takes. Results go to FOLDER/result.json.
 
 from __future__ import annotations
 
-import atexit
-import gc
 import json
 import os
 import platform
 import re
+import shutil
 import signal
-import socket
 import sys
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import NoReturn
 
 import numpy as np
+from forks import first_failure, settle, start_ranks
 
 from matrix.results import Outcome, Result
 from matrix.trials import MODEL, TRIALS, Trial
@@ -28,7 +26,6 @@ from megatron_balance.files import write_atomically
 from megatron_balance.processes import die_with_parent
 
 _LIMIT_S = 60.0  # of one trial
-_GRACE_S = 3.0  # for the other ranks, once one has failed
 _OURS = "megatron-balance: error: "
 
 
@@ -72,8 +69,7 @@ def _import_megatron() -> None:
     import megatron_balance.packing.placement
     import megatron_balance.planning.planner  # noqa: F401
 
-    gc.collect()
-    gc.freeze()  # forks share these pages for as long as nobody counts their objects
+    settle()
 
 
 def _write_documents(prefix: Path, documents: int = 2000) -> None:
@@ -99,17 +95,11 @@ def _version(checkout: Path) -> str:
 
 def _run(trial: Trial, script: Path) -> Outcome:
     folder = Path("runs") / trial.name
-    folder.mkdir(parents=True, exist_ok=True)
-    port, ranks = _free_port(), {}
-    for rank in range(trial.processes):
-        pid = os.fork()
-        if pid == 0:
-            _become(trial, rank, port, script, folder)
-        ranks[pid] = rank
-    failed = _wait(ranks)
-    if failed is not None:
-        rank, reason = failed
-        return Outcome(error=reason or _error_in((folder / f"output-{rank}.log").read_text(errors="replace")))
+    shutil.rmtree(folder, ignore_errors=True)  # of a run that was stopped
+    folder.mkdir(parents=True)
+    ranks = start_ranks(trial.processes, lambda rank: _log(folder, rank), lambda: _train(trial, script, folder))
+    if failed := first_failure(ranks, _LIMIT_S):
+        return Outcome(error=_reason(folder, *failed))
     seen = [json.loads(path.read_text()) for path in sorted(folder.glob("rank-*.json"))]
     losses = [step["loss"] for step in seen[-1]["steps"]] if seen else []
     if not losses:
@@ -117,30 +107,7 @@ def _run(trial: Trial, script: Path) -> Outcome:
     return Outcome(losses, [[len(chunk["layers"]) for chunk in rank["chunks"]] for rank in seen])
 
 
-def _become(trial: Trial, rank: int, port: int, script: Path, folder: Path) -> NoReturn:
-    """Turn this fork into a rank of the trial, and end."""
-    die_with_parent()
-    output = os.open(folder / f"output-{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    for stream in (1, 2):
-        os.dup2(output, stream)
-    size = str(trial.processes)
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=size, LOCAL_WORLD_SIZE=size)
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    status = 1
-    try:
-        status = _train([str(script), *MODEL.split(), "--data-path", "text", *trial.flags.split()], folder)
-    except BaseException:
-        import traceback
-
-        traceback.print_exc()
-    finally:
-        atexit._run_exitfuncs()  # end what was started, as the processes that write checkpoints
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)  # the ends of interpreter and parent's frames are not this process's
-
-
-def _train(arguments: list[str], folder: Path) -> int:
+def _train(trial: Trial, script: Path, folder: Path) -> None:
     from megatron_balance import run
     from megatron_balance.megatron.observer import Observer
     from megatron_balance.megatron.registry import registry
@@ -151,35 +118,26 @@ def _train(arguments: list[str], folder: Path) -> int:
         for hook in observer.hooks():
             registry.apply(hook)
 
+    arguments = ["--device", "cpu", str(script), *MODEL.split(), "--data-path", "text", *trial.flags.split()]
     try:
-        run.main(["--device", "cpu", *arguments], ready=observe)
+        run.main(arguments, ready=observe)
     except SystemExit as end:
         if end.code not in (None, 0):
-            return int(end.code) if isinstance(end.code, int) else 1
+            raise
     observer.write()
-    return 0
 
 
-def _wait(ranks: dict[int, int]) -> tuple[int, str] | None:
-    """Wait for the processes; the first rank to fail, with why where its output does not say so."""
-    running, failed = dict(ranks), None
-    deadline_s = time.monotonic() + _LIMIT_S
-    while running:
-        pid, status = os.waitpid(-1, os.WNOHANG)
-        if pid:
-            rank, code = running.pop(pid), os.waitstatus_to_exitcode(status)
-            if code and failed is None:
-                failed = rank, f"killed by {signal.Signals(-code).name}" if code < 0 else ""
-                deadline_s = time.monotonic() + _GRACE_S
-        elif time.monotonic() > deadline_s:
-            failed = failed or (min(running.values()), f"no end within {_LIMIT_S:.0f} s")
-            for late in running:
-                os.kill(late, signal.SIGKILL)
-                os.waitpid(late, 0)
-            running = {}
-        else:
-            time.sleep(0.05)
-    return failed
+def _log(folder: Path, rank: int) -> Path:
+    return folder / f"output-{rank}.log"
+
+
+def _reason(folder: Path, rank: int, status: int | None) -> str:
+    """Why a rank failed."""
+    if status is None:
+        return f"no end within {_LIMIT_S:.0f} s"
+    if status < 0:
+        return f"killed by {signal.Signals(-status).name}"
+    return _error_in(_log(folder, rank).read_text(errors="replace"))
 
 
 def _error_in(output: str) -> str:
@@ -188,12 +146,6 @@ def _error_in(output: str) -> str:
     ours = [line for line in lines if line.startswith(_OURS)]
     raised = [line for line in lines if re.match(r"(\w+\.)*\w*(Error|Exception|Interrupt)\b", line)]
     return (ours or raised or lines or ["no output"])[-1]
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 if __name__ == "__main__":

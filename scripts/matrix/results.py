@@ -77,7 +77,7 @@ class Result:
     @property
     def fails_without_us(self) -> bool:
         """Whether this Megatron does not train on the CPU without our flags, on one stage or on two."""
-        return any(self.outcomes[name].error for name in ("start", "chopped", "stock"))
+        return any(self.outcomes[name].error for name in ("start", "chopped", "stock") if name in self.outcomes)
 
 
 @dataclass(frozen=True)

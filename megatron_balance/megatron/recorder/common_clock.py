@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import socket
 import time
 from datetime import timedelta
@@ -11,7 +12,7 @@ from typing import Any
 from megatron_balance.megatron.agreement import said_by_all
 
 _ROUNDS, _LATER_ROUNDS = 12, 3  # of questions to rank 0: before the first recorded step, and at intervals
-_COMES_S = 0.5  # that rank 0 waits for a machine: all come from the same step
+_COMES_S = 0.5  # that rank 0 waits for a machine, where all come from the same step
 _PATIENCE_S = 5.0  # that others wait for rank 0, which answers one machine after the other
 
 
@@ -19,7 +20,8 @@ class CommonClock:
     """Seconds to add to this machine's clock for that of rank 0's machine.
 
     All processes of a machine share a clock (`marks.epoch_s` agrees to a microsecond), so one rank of each machine asks rank 0
-    for the time, and takes of several answers the one that came fastest: it is off by half that round trip at most.
+    for the time, and takes of several answers the one that came fastest: it is off by half that round trip at most. Before
+    there is an answer it may be off by whatever.
     """
 
     def __init__(self, store: Any, rank: int, world_size: int, epoch_s: float, machine: str | None = None) -> None:
@@ -32,7 +34,7 @@ class CommonClock:
             machine: name of what shares a monotonic clock; None finds out.
         """
         self.store, self.rank, self.epoch_s = store, rank, epoch_s
-        self.offset_s, self.uncertainty_s = 0.0, 0.0
+        self.offset_s, self.uncertainty_s = 0.0, math.inf
         store.set(f"clock/machine/{rank}", f"{machine or _machine()} {epoch_s!r}")
         keys = [f"clock/machine/{other}" for other in range(world_size)]
         self._machines = [text.decode().rpartition(" ") for text in said_by_all(store, keys)]
@@ -64,13 +66,14 @@ class CommonClock:
                 # The asking process's clock, and from it to this one's: both read the same monotonic clock.
                 self.offset_s = offset_s + float(self._machines[self._asks][2]) - self.epoch_s
         if self._asks == 0:
-            self.offset_s = float(self._machines[0][2]) - self.epoch_s
+            self.offset_s, self.uncertainty_s = float(self._machines[0][2]) - self.epoch_s, 0.0
         self._questions = _LATER_ROUNDS
 
     def _answer(self, other: int) -> bool:
-        """Tell a rank the time, if it comes."""
+        """Tell a rank the time, if it comes; the first time nothing has brought the ranks together."""
+        patience_s = _COMES_S if self._round > 1 else self._patience_s
         for count in range(self._questions):
-            if not _awaited(self.store, f"clock/ask/{other}/{self._round}/{count}", _COMES_S):
+            if not _awaited(self.store, f"clock/ask/{other}/{self._round}/{count}", patience_s):
                 return False
             now_s = float(self._machines[0][2]) + time.monotonic()
             self.store.set(f"clock/told/{other}/{self._round}/{count}", repr(now_s))

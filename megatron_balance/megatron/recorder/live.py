@@ -128,11 +128,13 @@ class Live:
         store.set(f"live/speaks/{rank}", str(int(speaks)))
 
     def prepare(self) -> None:
-        """Load what the first interval needs, before the first step rather than after it: a second, on the ranks that hear."""
+        """Load what the first interval needs, before the first step rather than after it, on the ranks that hear: a second,
+        half a minute where nothing is compiled yet.
+        """
         if self.hears and self.topology.num_stages > 1:
             stages = Stages(np.ones(2), np.ones(2), (2, 2), 8.0, np.ones(1), 0.0)
-            split = _sought(chain := chain_of(np.ones((2, 2)), (2, 2)), (2, 2), Topology(2, 2))
-            _saving(chain, stages, split, Topology(2, 2))
+            chain, topology = chain_of(np.ones((2, 2)), stages.layers), Topology(2, 2)
+            _saving(chain, stages, _sought(chain, stages.layers, topology), topology)
 
     def _clear(self) -> None:
         self._passes: dict[tuple[int, int], list[float]] = defaultdict(list)

@@ -7,10 +7,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron_balance.diagnosis.reading import METADATA_KEY
+from megatron_balance.diagnosis.reading import METADATA_KEY, RANK_METADATA_KEY
 from megatron_balance.files import writing_atomically
 
-RANK_METADATA = b"megatron_balance_rank"
 _MOST_BYTES = 256_000_000
 
 
@@ -59,7 +58,7 @@ class Parts:
         import pyarrow.parquet  # noqa: F401  the first import takes a while: not after a step
 
         self.folder, self.rank, self.same = folder, rank, dict(same)
-        self.metadata = {METADATA_KEY: json.dumps(job).encode(), RANK_METADATA: json.dumps(here).encode()}
+        self.metadata = {METADATA_KEY: json.dumps(job).encode(), RANK_METADATA_KEY: json.dumps(here).encode()}
         self.bytes = 0
         self._count = 0
 

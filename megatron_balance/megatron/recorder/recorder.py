@@ -242,8 +242,7 @@ class Recorder:
         self.marks.release([step.began, *(mark for *_, start, end in step.operations for mark in (start, end))])
         base_s = self.marks.epoch_s + offset_s
         pauses = [(PAUSE, -1, -1, start + base_s, end + base_s) for start, end in step.pauses]
-        if self.live is not None:
-            self.live.take(operations, sum(end - start for start, end in step.pauses))
+        self._aside(lambda live: live.take(operations, sum(end - start for start, end in step.pauses)))
         return list(self._rows_of(step, operations + pauses))
 
     def _rows_of(self, step: Step, operations: Sequence[tuple[str, int, int, float, float]]) -> Iterator[Row]:
@@ -266,14 +265,19 @@ class Recorder:
             self._said_full = True
             _warn(f"{self.parts.bytes / 1e6:.0f} MB are written, no more will be; the log lines go on")
         self._rows.clear()
-        self._exchange()  # last: rank 0 may search a split meanwhile
+        self._aside(lambda live: live.exchange())  # last: rank 0 may search a split meanwhile
 
-    def _exchange(self) -> None:
-        """Tell the others' log line; where that fails, the trace goes on without it."""
+    def speak(self, live: Live) -> None:
+        """Have log lines from now on."""
+        self.live = live
+        self._aside(lambda live: live.prepare())
+
+    def _aside(self, act: Callable[[Live], None]) -> None:
+        """Do the log line's part; where that fails, the trace goes on without it."""
         if self.live is None:
             return
         try:
-            self.live.exchange()
+            act(self.live)
         except Exception as error:
             self.live = None
             _warn(f"no more log lines, recording goes on ({type(error).__name__}: {error})")
@@ -281,8 +285,7 @@ class Recorder:
     @never_stops_training
     def log(self, iteration: int) -> None:
         """Log what the last interval says, where and when Megatron logs its step."""
-        if self.live is not None:
-            self.live.log(iteration)
+        self._aside(lambda live: live.log(iteration))
 
     @never_stops_training
     def finish(self) -> None:

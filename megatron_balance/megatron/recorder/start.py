@@ -6,6 +6,7 @@ import atexit
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, replace
+from math import isfinite
 from typing import Any
 
 import torch
@@ -42,6 +43,8 @@ def after_globals(args: Any, options: TraceOptions) -> None:
         BalanceError: it cannot; the message says what to do.
     """
     refuse_conflicts(args, options)
+    while recording:  # before this process was restarted in place
+        recording.pop().finish()
     agreement.decide_on_rank_0("trace folder", lambda: prepare_folder(options) or "ready")
     on_gpu = torch.cuda.is_available() and not cpu.is_installed()
     topology = topology_of(args, _microbatches(args))
@@ -96,12 +99,16 @@ def _start(recorder: Recorder, model: Sequence[Any], optimizer: Any) -> None:
         "shapes": _shapes(args, recorder.topology),
     }
     # What may differ between ranks is not of the job: files that describe different jobs are not read as one trace.
-    here = {"device": torch.cuda.get_device_name(), "clock_uncertainty_s": recorder.clock.uncertainty_s}
-    recorder.parts = Parts(recorder.options.folder, rank, same, job, here)
+    uncertainty_s = recorder.clock.uncertainty_s
+    here = {
+        "device": torch.cuda.get_device_name(),
+        "clock_uncertainty_s": uncertainty_s if isfinite(uncertainty_s) else None,
+    }
     layers = [len(chunk["layers"]) for chunk in chunks]
     speaks = tp_rank == 0 and cp_rank == 0
-    recorder.live = Live(store, rank, world_size, (dp_rank, stage), layers, recorder.topology, speaks)
-    recorder.live.prepare()
+    recorder.speak(Live(store, rank, world_size, (dp_rank, stage), layers, recorder.topology, speaks))
+    # Behind what the others wait for: a rank whose pyarrow cannot be loaded ends its recording here.
+    recorder.parts = Parts(recorder.options.folder, rank, same, job, here)
     hooks.listen_to_sequences(recorder, model)
     hooks.listen_to_optimizer(recorder, optimizer)
 
