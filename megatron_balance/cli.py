@@ -63,7 +63,7 @@ def _parser() -> argparse.ArgumentParser:
         "pack",
         help="what packing documents of different lengths would do for a data set, without GPUs",
         allow_abbrev=False,
-        usage="%(prog)s [PREFIX ...] --seq-length C [FLAGS] [SCRIPT] [MEGATRON'S FLAGS]",
+        usage="%(prog)s [PREFIX ... | SCRIPT] --seq-length C [FLAGS] [MEGATRON'S FLAGS]",
         description="Pack documents into bins of --seq-length tokens and place them on the ranks and micro-batches of each step,"
         " without GPUs, without torch and without reading a token; show what that gives beside stock Megatron's concatenated"
         " and chopped documents. PREFIX is a Megatron data set (PREFIX.idx and PREFIX.bin), alone or behind its weight.",

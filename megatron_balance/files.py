@@ -20,6 +20,7 @@ from typing import BinaryIO
 
 from megatron_balance.errors import BalanceError
 
+STALE_S = 3600.0  # a temporary file of another machine that was not written to for so long has no writer
 _STALE_S = 60.0  # a write takes milliseconds; what is older belongs to a process that was killed
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP)  # some network and parallel file systems
 
@@ -94,7 +95,7 @@ def _host() -> str:
 
 
 def write_text(path: str | os.PathLike[str], text: str | bytes, name: str) -> None:
-    """The same for a file that a user named.
+    """`write_atomically` for a file that a user named.
 
     Raises:
         BalanceError: ``name``, as "the plan file x.json", cannot be written.

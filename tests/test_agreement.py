@@ -8,6 +8,12 @@ import subprocess
 import sys
 import time
 
+import pytest
+
+from megatron_balance.megatron import agreement
+
+dist = pytest.importorskip("torch.distributed")
+
 WORKER = """
 import sys
 from megatron_balance.errors import BalanceError
@@ -62,6 +68,38 @@ def test_rank_0_hears_all_and_all_hear_what_it_decides():
     for process, expected in zip(start("plan"), heard, strict=True):
         output, errors = process.communicate(timeout=120)
         assert (process.returncode, output) == (0, expected), errors
+
+
+class Silent:
+    """A store in which a key comes after so many waits; rank 0 has given so many signs of life at each."""
+
+    def __init__(self, beats: list[int | None]) -> None:
+        self._beats = iter(beats)
+
+    def wait(self, keys, timeout) -> None:
+        self.now = next(self._beats)
+        if self.now is not None:
+            raise RuntimeError("wait timeout")
+
+    def add(self, key: str, amount: int) -> int:
+        return self.now
+
+    def get(self, key: str) -> bytes:
+        return b"Ett|tL"
+
+
+def test_rank_0_is_waited_for_while_it_lives():
+    assert agreement._heard(Silent([0, 1, 2, None]), "plan") == "Ett|tL"
+    with pytest.raises(RuntimeError, match="wait timeout"):
+        agreement._heard(Silent([0, 1, 1, None]), "plan")
+
+
+def test_a_decision_gives_signs_of_life(monkeypatch):
+    monkeypatch.setattr(agreement, "_BEAT_S", 0.001)
+    store = dist.HashStore()
+    with agreement._beating(store, "plan"):
+        while store.add("plan/beats", 0) < 3:
+            time.sleep(0.001)
 
 
 def test_different_devices_are_said_once():

@@ -124,6 +124,19 @@ def test_spaces_of_the_assistant_are_learned(tmp_path, tokenizer):
             "line 2: content that is no text (a list in turn 1)",
         ),
         (b'{"messages": [{"role": "user", "content": "\\ud83d"}]}', "line 2: not Unicode (character 1 of turn 1)"),
+        (b'{"messages": [{"role": "user", "content": "Lane?", "name": "\\ud83d"}]}', "line 2: not Unicode (turn 1)"),
+        (
+            b'{"tools": ["\\ud83d"], "messages": [{"role": "assistant", "content": "Sir?"}]}',
+            "line 2: not Unicode (the tools)",
+        ),
+        (
+            b'{"messages": [{"role": "assistant", "tool_calls": "play"}]}',
+            "line 2: tool calls that are no list of objects (turn 1)",
+        ),
+        (
+            b'{"messages": [{"role": "assistant", "tool_calls": [{"function": "play"}]}]}',
+            "line 2: tool calls that are no list of objects (turn 1)",
+        ),
     ],
 )
 def test_faulty_lines_are_named(tmp_path, tokenizer, line, wanted):

@@ -186,6 +186,13 @@ def test_values_of_ignored_flags_are_passed_over():
     assert read.ignored == ("--data-path", "--iterations-to-skip", "--lr", "--seed")
 
 
+def test_a_value_with_spaces_belongs_to_its_flag():
+    line = ["--data-path", "x", "--moe-layer-freq=([0] * 3 + [1] * 1)", "--bf16", "--wandb-exp-name=my run"]
+    read = read_command_line(line)
+    assert {*read.arguments} == {"moe_layer_freq", "bf16"}
+    assert read.ignored == ("--data-path", "--wandb-exp-name")
+
+
 def test_our_own_flags_are_arguments_too():
     line = (
         "--num-layers 12 --balanced-pipeline --balanced-pipeline-costs c.json --balanced-pipeline-head-weight 9.7,3.8"

@@ -19,6 +19,7 @@ from megatron_balance.costs.analytic import analytic_table
 from megatron_balance.costs.devices import device_chosen
 from megatron_balance.costs.table import save_costs
 from megatron_balance.pack_command.report import histogram
+from megatron_balance.packing import index
 from megatron_balance.packing.documents import Documents
 from megatron_balance.planning.job import read_job
 from megatron_balance.schedule.simulate import Simulator
@@ -243,7 +244,8 @@ def test_megatron_data_sets_are_read_as_their_lengths_are(capsys, data, tmp_path
     assert names == [str(prefix), str(data)] and indexed == listed
 
 
-def test_orders_and_profiles_are_kept_and_change_nothing(capsys, data, tmp_path) -> None:
+def test_orders_and_profiles_are_kept_and_change_nothing(capsys, data, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(index, "_SMALL", 0)
     flags = f"{data} {JOB} --batches 1"
     without = packed(capsys, flags)
     first, second = (packed(capsys, f"{flags} --data-cache-path {tmp_path / 'cache'}") for _ in range(2))
@@ -337,6 +339,17 @@ def test_what_cannot_be_is_refused_in_one_line(capsys, data, tmp_path, flags: st
     status, out, err = run(capsys, command)
     assert (status, out) == (2, "") and told in err.splitlines()[-1], err
     assert not [*tmp_path.glob("*dump*")]
+
+
+def test_flags_of_packed_training_are_taken(capsys, data) -> None:
+    flags = "--varlen-packing-attention te --varlen-packing-micro-batches +2 --split 80,20,0 --spec some module"
+    report = packed(capsys, f"{data} {JOB} --batches 1 {MODEL} {flags}")
+    assert report == {**packed(capsys, f"{data} {JOB} --batches 1 {MODEL}"), "assumed": report["assumed"]}
+
+
+def test_chopped_bins_are_full_and_no_fuller(capsys, data) -> None:
+    report = packed(capsys, f"{data} {JOB} --batches 2 --context-parallel-size 2")
+    assert report["outcomes"]["chopped"]["fill"] == pytest.approx(1.0)
 
 
 def test_lengths_behind_a_flag_that_writes_are_never_overwritten(capsys, data) -> None:

@@ -42,6 +42,9 @@ REFUSED = {
     f"{GOOD} --softmax-type learnable": "--softmax-type",
     f"{GOOD} --varlen-packing-shapes variable --tp-comm-overlap": "--tp-comm-overlap",
     f"{GOOD} --varlen-packing-shapes variable --cuda-graph-impl local": "--cuda-graph-impl",
+    f"{GOOD} --varlen-packing-shapes variable --fine-grained-activation-offloading": "--fine-grained-activation-offloading",
+    f"{GOOD} --varlen-packing-shapes variable --num-experts 4 --moe-token-dispatcher-type flex"
+    " --moe-flex-dispatcher-backend hybridep": "--moe-flex-dispatcher-backend hybridep",
     f"{GOOD} --varlen-packing-shapes variable --num-experts 4": "--moe-token-dispatcher-type allgather",
     f"{GOOD} --varlen-packing-shapes fixed --varlen-packing-micro-batches +2": "--varlen-packing-shapes fixed",
     f"{GOOD} --num-experts 4 --varlen-packing-micro-batches +2": "--moe-token-dispatcher-type allgather",

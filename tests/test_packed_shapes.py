@@ -10,8 +10,9 @@ from megatron_balance.topology import Topology
 torch = pytest.importorskip("torch")
 pytest.importorskip("megatron.core")
 
+from megatron_balance.megatron.packed.attention import attention_hook  # noqa: E402
 from megatron_balance.megatron.packed.items import FILLED, LABELS, POSITIONS, TOKENS, VALID  # noqa: E402
-from megatron_balance.megatron.packed.shapes import Feed, received, row_of  # noqa: E402
+from megatron_balance.megatron.packed.shapes import Feed, received, row_of, schedules_hook  # noqa: E402
 
 LENGTH = 12
 
@@ -63,6 +64,14 @@ def test_a_feed_tells_lengths_before_it_gives_rows_and_draws_no_more_than_there_
         item((5, 2))[TOKENS][0, 1, :2].tolist(), item((7, 3))[TOKENS][0, 1, :3].tolist(),
     ]  # fmt: skip
     assert next(loader)[FILLED].tolist() == [[1, 1]]  # the next run's
+
+
+def test_arguments_that_are_parsed_again_hook_nothing_twice():
+    def more(num_microbatches: int) -> int:
+        return 0
+
+    assert schedules_hook(8, more) == schedules_hook(8, more) != schedules_hook(4, more)
+    assert attention_hook("torch") == attention_hook("torch") != attention_hook("flash")
 
 
 @pytest.mark.parametrize(

@@ -229,9 +229,10 @@ def test_a_step_that_is_run_again_is_fed_the_same_rows_and_learns_once(packed, f
 
 
 def test_whole_validation_sets_have_one_value_on_all_topologies(documents, checkpoint, tmp_path):
-    prefix, _ = documents
-    write_documents(tmp_path / "second", documents=37, seed=1)
-    data = f"--train-data-path {prefix} --valid-data-path {tmp_path / 'second'} {prefix}"
+    prefix, sets = documents[0], {"second": 37, "third": 50}
+    for seed, (name, count) in enumerate(sets.items(), 1):
+        write_documents(tmp_path / name, documents=count, seed=seed)
+    data = f"--train-data-path {prefix} --valid-data-path {' '.join(str(tmp_path / name) for name in sets)}"
     load = f"--load {checkpoint(MODEL)} --finetune --no-load-optim --no-load-rng --train-iters 2"
     whole = f"{data} {load} --full-validation --multiple-validation-sets --eval-interval 2"
     given = arguments(prefix, whole)
@@ -275,6 +276,14 @@ def test_every_label_is_learned_once_an_epoch_also_when_context_parallelism_begi
     steps = fed(tmp_path / "before") | fed(tmp_path / "after")
     assert sorted(steps) == list(range(0, 45 * 8, 8))
     check_epochs(steps, written[: round(0.9 * len(written))])
+
+
+def test_a_packed_checkpoint_that_goes_on_without_packing_is_warned_of(documents, tmp_path):
+    folder = tmp_path / "checkpoint"
+    trained(launch(tmp_path / "packed", arguments(documents[0], f"--save {folder} --save-interval 2 --train-iters 2")))
+    load = f"{MODEL} --load {folder} --train-iters 3 --override-opt_param-scheduler"
+    stock = trained(launch(tmp_path / "stock", [*TINY, *load.split()]))
+    assert stock.output.count("warning: the checkpoint was trained with --varlen-packing") == 1
 
 
 def test_too_few_documents_to_evaluate_on_are_refused_before_training(documents, tmp_path):

@@ -13,6 +13,7 @@ from packed_data import behind, blend, blends, pieces_of, rows, rules, stream, w
 from megatron_balance.errors import BalanceError
 from megatron_balance.packing import kernels
 from megatron_balance.packing.cut import batches, cut
+from megatron_balance.packing.documents import Blend, Documents
 from megatron_balance.packing.pieces import PieceRule
 from megatron_balance.packing.stream import Counts, Cursor, Stream
 
@@ -59,6 +60,23 @@ def test_batches_of_any_sizes_lose_and_repeat_nothing(of, rule, seed, sizes):
     dealer = stream(of, rule, seed)
     assert dealt == rows(dealer.pieces(dealer.start, len(dealt)))
     assert cursor == behind(dealer, dealer.start, len(dealt))
+
+
+def test_data_that_fill_the_first_batch_fill_all():
+    """Of a little less than an epoch each: where in an epoch a batch begins is not what it may fail for."""
+    rule = PieceRule(64)
+    for seed in range(12):
+        lengths = np.random.default_rng(seed).integers(2, 60, 60)
+        of = Blend.of([Documents.of("few", lengths)])
+        num_bins = int(np.ceil(rule.room(lengths - 1).sum() / 0.98 / 64))
+        dealer = stream(of, rule, seed)
+        try:
+            batch = cut(dealer, dealer.start, num_bins)
+        except BalanceError:
+            continue
+        for _ in range(20):
+            batch = cut(dealer, batch.stop, num_bins)
+            check_bins(batch)
 
 
 def assert_too_few(of, rule: PieceRule, num_bins: int) -> None:

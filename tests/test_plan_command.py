@@ -214,6 +214,22 @@ def test_memory_flags_that_cannot_be(capsys, flags: str, message: str) -> None:
 # --- bad input
 
 
+def test_files_of_others_are_never_overwritten(capsys, tmp_path) -> None:
+    config, same = tmp_path / "config.json", tmp_path / "plan.json"
+    config.write_text('{"model_type": "llama"}')
+    for flags, message in (
+        (f"--json {config}", "was not written by this flag: name another file"),
+        (f"--timeline {config}", "was not written by this flag: name another file"),
+        (f"--json {tmp_path / 'nowhere' / 'plan.json'}", "there is no folder"),
+        (f"--json {same} --timeline {same}", "they are two files"),
+    ):
+        status, out, err = run(capsys, f"--num-microbatches 8 {PP4} {flags}")
+        assert (status, out) == (2, "") and message in err
+    assert config.read_text() == '{"model_type": "llama"}' and not same.exists()
+    flags = f"--num-microbatches 8 {PP4} --json {same} --timeline {tmp_path / 'step.json'}"
+    assert [run(capsys, flags)[0] for _ in range(2)] == [0, 0]  # their own files are written anew
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [

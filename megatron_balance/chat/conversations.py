@@ -16,7 +16,7 @@ from megatron_balance.chat.encoder import Encoder
 from megatron_balance.chat.passing import PART_BYTES, spans_of, write_parts
 from megatron_balance.chat.shards import Fault, Part, Span
 from megatron_balance.errors import BalanceError
-from megatron_balance.files import locked_file, readable
+from megatron_balance.files import STALE_S, locked_file, readable, remove_left
 from megatron_balance.packing.digest import digest
 from megatron_balance.reading import DamageError
 
@@ -133,10 +133,9 @@ def open_conversations(
         try:
             folder.mkdir(parents=True, exist_ok=True)
             with locked_file(folder / _LOCK) as locked:
-                if locked:
-                    for left in folder.glob(".shard-*.tmp"):
-                        left.unlink(missing_ok=True)
                 missing = [span for span, part in zip(spans, _read(folder, spans), strict=True) if part is None]
+                for span in missing:
+                    remove_left(span.shard(folder), STALE_S, locked)
                 if missing:
                     write_parts(path, folder, missing, tokenizer, Encoder.load(tokenizer, template), workers)
         except OSError as error:

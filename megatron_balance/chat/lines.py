@@ -55,6 +55,7 @@ def conversations_of(line: bytes) -> list[Conversation]:
         raise LineError("no list of messages", f"the keys are {', '.join(map(repr, record)) or 'none'}")
     for turn, message in enumerate(messages, 1):
         _check(message, turn)
+    _check_unicode(record.get("tools"), "the tools")
     starts = [place for place, message in enumerate(messages) if place == 0 or message["role"] == SYSTEM]
     stops = [*starts[1:], len(messages)]
     found = [
@@ -91,12 +92,30 @@ def _check(message: Any, turn: int) -> None:
         raise LineError("unknown role", f"{role!r} in turn {turn}, none of {', '.join(ROLES)}")
     if content is not None and not isinstance(content, str):
         raise LineError("content that is no text", f"a {type(content).__name__} in turn {turn}")
+    if not _are_calls(message.get("tool_calls") or []):
+        raise LineError("tool calls that are no list of objects", f"turn {turn}")
     if not (content or "").strip() and not (role == ASSISTANT and message.get("tool_calls")):
         raise LineError("empty turn", f"turn {turn} ({role})")
     try:
         (content or "").encode()
     except UnicodeEncodeError as error:  # half of a surrogate pair, escaped
         raise LineError("not Unicode", f"character {error.start + 1} of turn {turn}") from error
+    _check_unicode({name: value for name, value in message.items() if name != "content"}, f"turn {turn}")
+
+
+def _are_calls(calls: Any) -> bool:
+    """Whether these are what templates read: objects, or functions within objects."""
+    return isinstance(calls, list) and all(
+        isinstance(call, dict) and isinstance(call.get("function") or call, dict) for call in calls
+    )
+
+
+def _check_unicode(values: Any, where: str) -> None:
+    """Refuse half of a surrogate pair, escaped, in what a template may read."""
+    try:
+        json.dumps(values, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise LineError("not Unicode", where) from error
 
 
 def lines_between(path: Path, start: int, stop: int) -> Iterator[tuple[int, bytes]]:

@@ -100,7 +100,7 @@ def _name(word: str) -> str:
 
 def _is_flag(word: str) -> bool:
     """Whether argparse takes ``word`` for a flag, known or not, and not for a value."""
-    return len(word) > 1 and word.startswith("-") and " " not in word and not _is_number(word)
+    return len(word) > 1 and word.startswith("-") and " " not in _name(word) and not _is_number(word)
 
 
 def _is_number(word: str) -> bool:

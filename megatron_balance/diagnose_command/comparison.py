@@ -27,7 +27,7 @@ class Summary:
         slowdown: S.
         causes: share of the slowdown by cause.
         answers: by (cause, symptom).
-        predicted: what each fix promises: (cause and memory, its step over the present one, minus 1, as a gain).
+        predicted: what each fix promises: (cause and memory, the present step over its, minus 1).
     """
 
     name: str

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 from megatron_balance.errors import BalanceError
 from megatron_balance.reporting import global_rank
 
-_TIMEOUT = timedelta(minutes=10)
+_TIMEOUT, _BEAT_S = timedelta(minutes=10), 60.0
 _stores: list[Any] = []  # without a launcher's store rank 0 serves it; it must live until all have read
 
 
@@ -26,10 +27,47 @@ def decide_on_rank_0(key: str, decide: Callable[[], str]) -> str:
     with _asking(f"rank 0 could not be asked for the {key}; it may have stopped"):
         shared = store()
         if global_rank() != 0:
-            return shared.get(key).decode()
-    text = decide()
+            return _heard(shared, key)
+    with _beating(shared, key):
+        text = decide()
     shared.set(key, text)
     return text
+
+
+def _heard(shared: Any, key: str) -> str:
+    """What rank 0 says, however long it takes while it lives: to tokenise a large chat file may take an hour.
+
+    Raises:
+        RuntimeError: rank 0 has given no sign of life for as long as is waited, or the store is gone.
+    """
+    beats = -1
+    while True:
+        try:
+            shared.wait([key], _TIMEOUT)
+            return shared.get(key).decode()
+        except RuntimeError:
+            if (now := shared.add(f"{key}/beats", 0)) == beats:
+                raise
+            beats = now
+
+
+@contextlib.contextmanager
+def _beating(shared: Any, key: str) -> Iterator[None]:
+    """Give a sign of life at intervals."""
+    done = threading.Event()
+
+    def beat() -> None:
+        with contextlib.suppress(RuntimeError):  # the store is gone, which the end of the decision says
+            while not done.wait(_BEAT_S):
+                shared.add(f"{key}/beats", 1)
+
+    thread = threading.Thread(target=beat, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
 
 
 def gather_on_rank_0(key: str, text: str) -> list[str]:
@@ -40,7 +78,7 @@ def gather_on_rank_0(key: str, text: str) -> list[str]:
     """
     if _world_size() == 1:
         return [text]
-    with _asking("not all ranks have said what device they have; one may have stopped"):
+    with _asking(f"not all ranks have told their {key}; one may have stopped"):
         shared = store()
         if global_rank() != 0:
             shared.set(f"{key}/{global_rank()}", text)

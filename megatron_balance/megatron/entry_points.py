@@ -19,7 +19,7 @@ from megatron_balance.megatron.packed.options import PackingOptions
 from megatron_balance.megatron.recorder.options import FLAG as TRACE
 from megatron_balance.megatron.recorder.options import TraceOptions, refuse_conflicts
 from megatron_balance.megatron.registry import Hook, registry
-from megatron_balance.reporting import stops_on_error
+from megatron_balance.reporting import global_rank, say, stops_on_error
 
 Function = Callable[..., Any]
 
@@ -106,10 +106,25 @@ def _after_globals(args: Any) -> None:
         from megatron_balance.megatron.packed import hooks
 
         hooks.after_globals(args, packing)
+    else:
+        _warn_of_a_packed_checkpoint(args)
     if trace := TraceOptions.from_args(args):
         from megatron_balance.megatron.recorder import start
 
         start.after_globals(args, trace)
+
+
+def _warn_of_a_packed_checkpoint(args: Any) -> None:
+    """Stock Megatron goes on in its own order of samples."""
+    if global_rank() != 0 or (getattr(args, "load", None) or getattr(args, "pretrained_checkpoint", None)) is None:
+        return
+    from megatron_balance.megatron.found_checkpoint import text_beside
+
+    if '"packing"' in (text_beside(args) or "") and not getattr(args, "finetune", False):
+        say(
+            f"megatron-balance: warning: the checkpoint was trained with {PACKING}: without it documents are learned again, others"
+            " never"
+        )
 
 
 HOOKS = (

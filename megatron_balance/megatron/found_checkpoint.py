@@ -46,10 +46,8 @@ def find_checkpoint(args: Any) -> Checkpoint | None:
         return _find(args)
     except BalanceError:
         raise
-    except (
-        Exception,
-        SystemExit,
-    ) as error:  # Megatron exits where it cannot read, which on one rank would leave the others
+    except (Exception, SystemExit) as error:
+        # Megatron exits where it cannot read, which on one rank would leave the others.
         where, reason = args.load or args.pretrained_checkpoint, f"{type(error).__name__}: {error}"
         raise BalanceError(
             f"the checkpoint in {where} cannot be read ({reason}): name an iteration that is there with --ckpt-step, or another"

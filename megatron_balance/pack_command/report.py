@@ -227,7 +227,7 @@ class Report:
 
 
 def histogram(data_sets: Sequence[Documents]) -> tuple[Bar, ...]:
-    """Documents by powers of two of their tokens; 16 to a bar of its own below, empty bars at both ends left out."""
+    """Documents by powers of two of their tokens; those below 16 in one bar, empty bars at both ends left out."""
     most = max(int(one.lengths.max()) for one in data_sets)
     edges = np.array([0, *(2**power for power in range(4, max(5, most.bit_length() + 1)))])
     documents, tokens = np.zeros(edges.size - 1, np.int64), np.zeros(edges.size - 1, np.int64)

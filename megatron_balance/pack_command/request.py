@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_balance.command_line import CommandLine, read_command_line, topology_from_arguments
@@ -26,6 +26,8 @@ _DEVICE = "generic"
 _MOST_BINS = 2**20
 _MOST_RATIO = 1e12
 _MOST_SEED = 2**53  # as of a stream
+PACKING = "--varlen-packing"
+_TRAINING_ONLY = (f"{PACKING}-attention", f"{PACKING}-micro-batches")  # without effect on what is shown
 
 
 @dataclass(frozen=True)
@@ -82,7 +84,7 @@ def read_request(options: argparse.Namespace, argv: Sequence[str]) -> Request:
     world_size = _world_size(options, line, assumed)
     num_microbatches = _num_microbatches(options, arguments, world_size, assumed)
     if has_model:
-        job = read_job(words, options.hf_config, num_microbatches, world_size)
+        job = read_job(words, options.hf_config, num_microbatches, world_size, knows_layers=False)
         arguments, topology = job.arguments, job.topology
     else:
         topology = topology_from_arguments(arguments, num_microbatches, world_size)
@@ -95,6 +97,8 @@ def read_request(options: argparse.Namespace, argv: Sequence[str]) -> Request:
         sequence, source = _model_cost(options.balanced_pipeline_costs, job, device)
     else:
         sequence, source = _ratio_cost(options, assumed)
+    if options.lengths is None and "--split" in line.ignored:
+        assumed.append("--split 1,0,0 (all documents)")
     shapes = VARIABLE if options.varlen_packing_shapes == "auto" else options.varlen_packing_shapes
     return Request(
         data=data,
@@ -173,7 +177,7 @@ def _read(words: Sequence[str]) -> CommandLine:
         if "unrecognized arguments" in str(error) and "--" not in str(error):
             raise BalanceError(f"{error}: name data sets before the first flag, or after --data-path") from error
         raise
-    if slips := [name for name in line.ignored if name.startswith("--varlen-packing")]:
+    if slips := [name for name in line.ignored if name.startswith(PACKING) and name not in _TRAINING_ONLY]:
         raise BalanceError(f"unrecognized arguments: {' '.join(slips)}")
     return line
 
@@ -252,9 +256,13 @@ def _model_cost(source: str | None, job: Job, device: Device | None) -> tuple[Se
         raise BalanceError(
             f"pack measures nothing: run `megatron-balance profile --output costs.json ...`, then give {FLAG}-costs costs.json"
         )
+    model = job.model
     if source in (None, ANALYTIC):
         device = device or device_chosen(_DEVICE)
-        table = analytic_table(job.model, job.topology, device)
+        model = replace(model, fused_kernels=True)  # attention leaves out what is masked, also in local layers
+        table = analytic_table(model, job.topology, device)
+    elif device is not None:
+        raise BalanceError(f"{FLAG}-device and {FLAG}-costs {source} both say what costs are of: leave one out")
     else:
-        table, device = load_fitting(source, job.model, job.topology), None
-    return SequenceCost.of_table(table, job.model, job.topology, device), table.source
+        table = load_fitting(source, model, job.topology)
+    return SequenceCost.of_table(table, model, job.topology, device), table.source

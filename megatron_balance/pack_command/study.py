@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -198,7 +198,8 @@ def _chopped(request: Request, run: Pieces) -> Iterator[Step]:
     """Documents one behind the other, cut where a bin is full; a token attends to its document's part in the bin alone."""
     tokens, bins = chop(run.tokens, request.rule.seq_length)
     for chosen in _by_step(request, bins):
-        yield _step(request, tokens[chosen], bins[chosen] % request.grid.num_bins)
+        step = _step(request, tokens[chosen], bins[chosen] % request.grid.num_bins)
+        yield replace(step, room=step.tokens)  # chopping pads nothing
 
 
 def _undivided(request: Request) -> Iterator[Step]:

@@ -77,7 +77,9 @@ def cut(stream: Stream, cursor: Cursor, num_bins: int) -> GlobalBatch:
     pieces = stream.pieces(cursor, num_bins, whole)
     sizes = stream.rule.room(pieces.tokens)
     count, bins = _fit(sizes[: _aim(sizes, num_bins, capacity)], num_bins, capacity)
-    if epoch.room < whole and epoch.pieces < count:
+    if (
+        epoch.room < whole and epoch.pieces < count and cursor == stream.start
+    ):  # at the start or never: no run ends for it
         raise _too_few(epoch, num_bins, capacity)
     run = Pieces(pieces.data_set[:count], pieces.document[:count], pieces.first[:count], pieces.end[:count])
     return GlobalBatch(run, bins, num_bins, cursor, stream.after(cursor, run))

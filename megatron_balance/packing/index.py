@@ -20,15 +20,17 @@ import numpy as np
 
 from megatron_balance import reading
 from megatron_balance.errors import BalanceError
-from megatron_balance.files import locked_file, remove_left, writing_atomically
+from megatron_balance.files import STALE_S, locked_file, remove_left, writing_atomically
 from megatron_balance.packing.documents import Documents
 from megatron_balance.packing.kernels import shuffle
 from megatron_balance.reporting import progress as shown_progress
 
 _FORMAT, _VERSION = "megatron_balance epoch order", 1
 _HEADER_BYTES = 512
+_SMALL = (
+    2**16
+)  # documents that are shuffled sooner than a file is opened: of them an order would be kept for each of many epochs
 _STEP = 2**22  # documents shuffled or written between two looks at the clock
-_STALE_S = 3600.0  # a temporary file of another machine that was not written to for so long has no writer
 _LOCK = "epoch-order.lock"
 
 
@@ -44,7 +46,7 @@ def epoch_order(
         seed: 0 or more.
         place: of the data set in the blend, from 0.
         epoch: from 0.
-        cache_folder: made if it is missing; None keeps the order in memory only.
+        cache_folder: made if it is missing; None keeps the order in memory only, as is that of few documents.
         progress: show how far it is where that takes longer than a second.
 
     Raises:
@@ -52,7 +54,7 @@ def epoch_order(
     """
     if min(seed, place, epoch) < 0 or max(seed, place, epoch) >= 2**63:
         raise BalanceError(f"seed {seed}, place {place} and epoch {epoch}: each must be from 0 to 2^63 - 1")
-    if cache_folder is None:
+    if cache_folder is None or documents.lengths.size <= _SMALL:
         order = _shuffled(documents, seed, place, epoch, progress)
         order.flags.writeable = False
         return order
@@ -70,7 +72,7 @@ def epoch_order(
                 pass
             except reading.DamageError as damage:
                 print(f"megatron-balance: {path} {damage}; it is written anew", file=sys.stderr, flush=True)
-            remove_left(path, _STALE_S, locked)
+            remove_left(path, STALE_S, locked)
             _write(path, wanted, _shuffled(documents, seed, place, epoch, progress), documents.name, progress)
             return _mapped(path, wanted)
     except OSError as error:

@@ -52,10 +52,8 @@ _FIRST_STRIDE, _LAST_STRIDE = 0.6, 0.06  # relative changes
 _FITS_NOT = 1e3  # step over ideal of a batch whose pieces did not fit
 _SEED = 5
 _RANKS = 16  # data-parallel ones that a profile is tuned for, where there are more
-_MOST_SAMPLES, _PIECES = (
-    4,
-    12_000,
-)  # global batches that a profile is tuned on, and about how many pieces they have together
+_MOST_SAMPLES = 4  # global batches that a profile is tuned on
+_PIECES = 12_000  # that they have together, about
 
 
 @dataclass(frozen=True)

@@ -9,13 +9,15 @@ import argparse
 import contextlib
 import functools
 import json
+import os
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_balance.costs.devices import Device, device_chosen, device_named
 from megatron_balance.errors import BalanceError
-from megatron_balance.files import write_standard_output, write_text
+from megatron_balance.files import check_place, write_standard_output, write_text
 from megatron_balance.pipeline.layout import parse_layout
 from megatron_balance.planning.flags import (
     ANALYTIC,
@@ -146,6 +148,15 @@ def _check_files(options: argparse.Namespace) -> None:
         )
     if options.timeline is not None:
         check_timeline_file(options.timeline)
+    if options.json and options.timeline and os.path.realpath(options.json) == os.path.realpath(options.timeline):
+        raise BalanceError(f"--json and --timeline both name {options.json}: they are two files")
+    picture = (options.timeline or "").endswith(".png")
+    for flag, path, begins in (
+        ("--json", options.json, b'{\n  "layout"'),
+        ("--timeline", options.timeline, b"\x89PNG" if picture else b'{"traceEvents"'),
+    ):
+        if path:
+            check_place(flag, Path(path), begins)
 
 
 def _check_topology(job: Job) -> None:

@@ -13,6 +13,7 @@ from megatron_balance.pipeline import stock
 from megatron_balance.pipeline.layout import Layout
 from megatron_balance.topology import Topology
 
+_TRAININGS_OWN = ("balanced_pipeline_", "varlen_packing", "straggler_trace")  # how our arguments begin
 _PATTERNS = ("hybrid_layer_pattern", "hybrid_override_pattern")
 
 
@@ -75,6 +76,7 @@ def read_job(
     hf_config: str | None = None,
     num_microbatches: int | None = None,
     world_size: int | None = None,
+    knows_layers: bool = True,
 ) -> Job:
     """Read a Megatron command line, on top of a Hugging Face config where one is given.
 
@@ -83,6 +85,7 @@ def read_job(
         hf_config: path of a ``config.json``; flags of the command line outrank it.
         num_microbatches: of a step; None takes it from the global batch.
         world_size: processes; None takes what the launcher starts, or else one model replica.
+        knows_layers: whether a ``--spec``, whose layers may be any, is refused; else they are taken for Megatron's own.
 
     Raises:
         BalanceError: a value is missing or impossible; names it.
@@ -100,8 +103,9 @@ def read_job(
     )
     stock.refuse_virtual_stages_of_blocks(arguments, topology.virtual_size)
     arguments = completed(arguments)
-    ours = [f"--{name.replace('_', '-')}" for name in line.arguments if name.startswith("balanced_pipeline_")]
-    return Job(arguments, (*line.ignored, *ours), ModelSpec.from_arguments(arguments), topology, pattern)
+    ours = [f"--{name.replace('_', '-')}" for name in line.arguments if name.startswith(_TRAININGS_OWN)]
+    model = ModelSpec.from_arguments(arguments if knows_layers else {**arguments, "spec": None})
+    return Job(arguments, (*line.ignored, *ours), model, topology, pattern)
 
 
 def _with_virtual_stages(arguments: Mapping[str, Any], pattern: HybridPattern | None) -> Mapping[str, Any]:

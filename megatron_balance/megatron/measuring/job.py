@@ -180,9 +180,8 @@ def shrink(args: Any, full_length_passes: int) -> Shrunk:
         if name in before:
             setattr(args, name, value)
     _build_layers(args, kinds_given, layers)
-    if (
-        args.recompute_method == "block"
-    ):  # all layers alike; `CostTable.chain` takes off what a stage does not recompute
+    if args.recompute_method == "block":
+        # All layers alike; `CostTable.chain` takes off what a stage does not recompute.
         args.recompute_method, args.recompute_num_layers = "uniform", 1
     if isinstance(getattr(args, "cp_comm_type", None), list):  # one for each layer of the job
         args.cp_comm_type = args.cp_comm_type[:1]

@@ -15,6 +15,7 @@ from typing import Any
 
 from megatron_balance import run
 from megatron_balance.costs.table import save_costs
+from megatron_balance.megatron.chunks import inner
 from megatron_balance.megatron.measuring.clock import Clock
 from megatron_balance.megatron.measuring.job import Batches, Shrunk, serves, shrink, use_fake_groups
 from megatron_balance.megatron.measuring.samples import Samples
@@ -82,9 +83,7 @@ class Measurement:
         return step
 
     def _start(self, model: list[Any]) -> None:
-        module = model[0]
-        while hasattr(module, "module"):  # data-parallel and precision wrappers
-            module = module.module
+        module = inner(model[0])
         self._clock.watch(module)
         self._samples = Samples(self._shrunk, module)
 

@@ -7,6 +7,7 @@ alone by torch's own attention, one sequence after the other, or by flash-attn's
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.util
 from collections.abc import Callable
 from typing import Any
@@ -24,6 +25,7 @@ FLAG = f"{PACKING}-attention"
 Attend = Callable[..., torch.Tensor]
 
 
+@functools.cache  # one hook, however often arguments are parsed in a process
 def attention_hook(kind: str) -> Hook:
     """The hook that lets the local layer spec attend within sequences, with ``kind`` (``flash`` or ``torch``)."""
     attend = _flash if kind == FLASH else _one_by_one

@@ -20,6 +20,12 @@ _NEED_FIXED = (
     Conflict("external_cuda_graph", bool, "--external-cuda-graph", _CAPTURED),
     Conflict("tp_comm_overlap", bool, "--tp-comm-overlap", "its buffers have one shape"),
     Conflict(
+        "fine_grained_activation_offloading",
+        bool,
+        "--fine-grained-activation-offloading",
+        "it keeps pinned memory for every shape that it meets",
+    ),
+    Conflict(
         "moe_pad_expert_input_to_capacity",
         bool,
         "--moe-pad-expert-input-to-capacity",
@@ -54,6 +60,11 @@ def _needs_fixed(args: Any) -> str | None:
             return f"{conflict.flag} ({conflict.reason})"
     if getattr(args, "num_experts", None) and getattr(args, "moe_token_dispatcher_type", None) == "allgather":
         return "--moe-token-dispatcher-type allgather (it gathers equally many tokens of each rank; alltoall does not)"
+    backend = getattr(args, "moe_flex_dispatcher_backend", None)
+    pads = backend == "hybridep" and getattr(args, "moe_hybridep_pad_uneven_dispatch_inputs", False)
+    flexible = getattr(args, "num_experts", None) and getattr(args, "moe_token_dispatcher_type", None) == "flex"
+    if flexible and backend in ("hybridep", "ncclep") and not pads:
+        return f"--moe-flex-dispatcher-backend {backend} (it dispatches equally many tokens of each rank)"
     if not _knows_communicator():
         return "a Megatron before 0.14 (its stages tell one another shapes in another way)"
     if getattr(args, "export_kd_teacher_load", None) and args.pipeline_model_parallel_size > 1:

@@ -147,12 +147,19 @@ def attention_share(args: Any) -> float:
 
 
 @cache
+def bin_cost() -> BinCost:
+    """What bins cost, by rank 0, which may measure it: to be asked for the first time while a GPU is empty."""
+    args = get_args()
+    grid = grid_of(args, args.global_batch_size // (args.micro_batch_size * args.data_parallel_size))
+    return BinCost(agreed_cost(args, grid), args.seq_length, shapes_of(args))
+
+
+@cache
 def placing() -> Placing:
     """How global batches are placed, by costs and a profile that rank 0 chooses."""
     args = get_args()
-    rule = rule_of(args)
+    rule, cost = rule_of(args), bin_cost()
     grid = grid_of(args, args.global_batch_size // (args.micro_batch_size * args.data_parallel_size))
-    cost = BinCost(agreed_cost(args, grid), args.seq_length, shapes_of(args))
     split, tuned = next(split for split in Split if sources_of(split)), tuning_grid(grid)
 
     def samples() -> list[np.ndarray]:

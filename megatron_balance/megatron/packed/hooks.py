@@ -59,9 +59,18 @@ def after_globals(args: Any, options: PackingOptions) -> None:
         from megatron_balance.megatron.packed.shapes import NO_MESSAGES, schedules_hook
 
         check_more(args)
-        registry.apply(schedules_hook(row_multiple(args, on_gpu), functools.partial(more_of, args=args)))
+        registry.apply(schedules_hook(row_multiple(args, on_gpu), _more))
         registry.apply(NO_MESSAGES)
     registry.apply(stored_layout.SAVE)
+    from megatron_balance.megatron.packed.data import bin_cost
+
+    bin_cost()
+
+
+def _more(num_microbatches: int) -> int:
+    from megatron.training import get_args  # those of now: a restart in place parses anew
+
+    return more_of(num_microbatches, get_args())
 
 
 def packs(pretrain: Function) -> Function:

@@ -145,6 +145,7 @@ def _other_order(what: str) -> BalanceError:
 _announced: list[Announced] = []  # of the run that is going on; none where there is no pipeline
 
 
+@functools.cache  # one hook, however often arguments are parsed in a process
 def schedules_hook(multiple: int, more_of: Callable[[int], int]) -> Hook:
     """The hook that feeds rows of variable length to whatever schedule is run.
 
