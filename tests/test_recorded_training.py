@@ -40,6 +40,10 @@ def test_losses_are_the_same_and_all_operations_are_there(from_checkpoint, tmp_p
         assert passes.sum() == 20 * topology.data_size * topology.num_stages * topology.num_microbatches
     assert read.sequences.tokens.min() == read.sequences.tokens.max() == 32
     assert read.problems == () and read.job.in_turn
+    within_s, first = read.embedding_s, (read.pp_rank == 0) & (read.chunk == 0) & (read.microbatch >= 0)
+    passes = np.isin(read.kind, [read.kinds.index(kind) for kind in (FORWARD, BACKWARD)])
+    assert np.isfinite(within_s).tolist() == (first & passes).tolist()
+    assert (within_s[first & passes] > 0).all() and (within_s < read.end_s - read.start_s)[first & passes].all()
     assert gives_the_steps_again(Replay(read)) <= 1e-5
 
 

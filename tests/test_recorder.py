@@ -136,6 +136,38 @@ def options(**given) -> TraceOptions | None:
     )
 
 
+def test_an_embedding_that_was_noted_is_none_of_the_layers_of_the_first_of_two_stages():
+    typical_s = np.array([[11.0, 15.0], [24.0, 36.0]])
+    chain = chain_of(typical_s, (10, 10), np.array([1.0, 4.0]))
+    assert [chain.embedding.forward_s, chain.embedding.backward_s] == [1.0, 4.0]
+    assert [chain.mean_layer.forward_s, chain.mean_layer.backward_s] == pytest.approx([1.0, 2.0])
+    assert [chain.head.forward_s, chain.head.backward_s] == pytest.approx([5.0, 16.0])
+    assert chain_of(typical_s, (10, 10)).embedding.total_s == 0.0
+
+
+def test_the_embedding_is_from_where_a_forward_pass_begins_to_where_a_backward_pass_ends(tmp_path):
+    of, embedding, layer = recorder(tmp_path), torch.nn.Embedding(4, 2), torch.nn.Linear(2, 2)
+    hooks.listen_to_embedding(of, [SimpleNamespace(embedding=embedding)])
+    of._step, of.in_step = Step(1, of.mark()), True
+    of.begin_pass()
+    output = layer(embedding(torch.tensor([1, 2])))
+    of.end_forward("forward-compute", 0, 0, [output])
+    of.begin_pass([output])
+    output.sum().backward()
+    of.end_backward()
+    step = of._step
+    step.ended = of.mark()
+    rows = {row.optype: row for row in of._told(step)}
+    forward, backward = rows["forward-compute"], rows["backward-compute"]
+    noted = step.embeddings
+    assert forward.embedding == pytest.approx(of.marks.seconds(noted["forward-compute", 0, 0]) - forward.start_ts)
+    end_s = backward.start_ts + backward.duration
+    assert backward.embedding == pytest.approx(end_s - of.marks.seconds(noted["backward-compute", 0, 0]))
+    assert 0 < forward.embedding < forward.duration and 0 < backward.embedding < backward.duration
+    embedding(torch.tensor([3])).sum().backward()  # outside a pass, as in evaluation
+    assert len(noted) == 2
+
+
 def test_steps_are_counted_from_one_and_the_end_is_left_out():
     of = options(**{"": "trace", "_steps": "3:5"})
     assert [step for step in range(1, 8) if of.covers(step)] == [3, 4]

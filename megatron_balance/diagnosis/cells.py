@@ -229,8 +229,8 @@ def _without(trace: Trace, cells: Cells, counts: np.ndarray, usual: np.ndarray, 
 
 def take(trace: Trace, rows: np.ndarray) -> Trace:
     """The trace with these rows only."""
-    names = ("kind", "step", "dp_rank", "pp_rank", "chunk", "microbatch", "start_s", "end_s")
-    return replace(trace, **{name: getattr(trace, name)[rows] for name in names})
+    names = ("kind", "step", "dp_rank", "pp_rank", "chunk", "microbatch", "start_s", "end_s", "embedding_s")
+    return replace(trace, **{name: values[rows] for name in names if (values := getattr(trace, name)) is not None})
 
 
 def _some(numbers: np.ndarray) -> str:

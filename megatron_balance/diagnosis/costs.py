@@ -5,8 +5,8 @@ What a split gains on the whole step is computed so:
 1. Step seconds are the last end minus the first start of the step's operations on all ranks; the median over steps.
 2. Of a stage counts its typical pass: the median over data-parallel ranks of the median over a rank's passes. A layer costs the
    median over the stages without embedding and head, each over its layers; the head what the last stage takes beyond its layers;
-   the embedding what the first takes beyond its, nothing where that is within the spread of the stages between. With two stages
-   nothing tells the embedding from the first stage's layers: it costs nothing.
+   the embedding what the recorder noted of it, or else what the first takes beyond its layers, nothing where that is within the
+   spread of the stages between. Without a note nothing tells the embedding from the first of two stages' layers: it costs nothing.
 3. The rest of the step is the step minus the simulated pipeline of the recorded split on these costs, without transfers: the
    parameters' all-gather, the gradients' all-reduce and reduce-scatter, clipping, the optimizer, gaps, and transfers and
    variation inside the pipeline.
@@ -31,7 +31,7 @@ from megatron_balance.costs.chain import ChainCosts, ElementCost
 from megatron_balance.costs.table import ANY_LAYER, DIAGNOSED, CostTable, ElementRow, LayerRow
 from megatron_balance.diagnosis.replay import Replay
 from megatron_balance.diagnosis.signals import Signals
-from megatron_balance.diagnosis.trace import GATHER, OPTIMIZER, SCATTER
+from megatron_balance.diagnosis.trace import BACKWARD, FORWARD, GATHER, OPTIMIZER, SCATTER, Trace
 from megatron_balance.errors import BalanceError
 from megatron_balance.pipeline.chain import stage_costs
 
@@ -75,7 +75,7 @@ class RecordedSplit:
     @cached_property
     def costs(self) -> ChainCosts:
         """As ``chain_of``, which see."""
-        return chain_of(self.signals.typical_s, self.layers)
+        return chain_of(self.signals.typical_s, self.layers, typical_embedding_s(self.replay.trace))
 
     @cached_property
     def rest_s(self) -> float:
@@ -147,12 +147,30 @@ class RecordedSplit:
         )
 
 
-def chain_of(typical_s: np.ndarray, layers: Sequence[int]) -> ChainCosts:
+def typical_embedding_s(trace: Trace) -> np.ndarray | None:
+    """Seconds of the embedding in a typical pass of the first stage: the median over data-parallel ranks of the median over a
+    rank's passes, forward and backward, [2]; None where the trace does not tell.
+    """
+    if trace.embedding_s is None:
+        return None
+    typical_s = []
+    for way in (FORWARD, BACKWARD):
+        mine = np.isfinite(trace.embedding_s) & (trace.pp_rank == 0) & (trace.chunk == 0)
+        mine &= trace.kind == (trace.kinds.index(way) if way in trace.kinds else -1)
+        ranks = np.unique(trace.dp_rank[mine])
+        if not ranks.size:
+            return None
+        typical_s.append(np.median([np.median(trace.embedding_s[mine & (trace.dp_rank == rank)]) for rank in ranks]))
+    return np.array(typical_s)
+
+
+def chain_of(typical_s: np.ndarray, layers: Sequence[int], noted_embedding_s: np.ndarray | None = None) -> ChainCosts:
     """What embedding, layers and head cost, as the stages tell it; forward and backward apart.
 
     Args:
         typical_s: seconds of each stage's typical pass, [2, stages].
         layers: of each stage.
+        noted_embedding_s: of the first stage's pass, what the embedding takes, [2]; None where it was not noted.
 
     Raises:
         BalanceError: one stage, which cannot tell layers from embedding and head; stages that would have to tell and have no
@@ -165,13 +183,16 @@ def chain_of(typical_s: np.ndarray, layers: Sequence[int]) -> ChainCosts:
     if not held[telling].all():
         raise BalanceError("a stage without layers tells nothing of what one costs")
     elements_s = []
-    for typical in typical_s:
-        each_s = typical[telling] / held[telling]
+    noted_s = [None, None] if noted_embedding_s is None else noted_embedding_s
+    for typical, noted in zip(typical_s, noted_s, strict=True):
+        first = typical[0] - (noted or 0.0)
+        each_s = np.array([first, *typical[1:]])[telling] / held[telling]
         layer_s = float(np.median(each_s))
-        spread_s = np.ptp(each_s) * held[0] if held.size > 3 else 0.1 * typical[0]
-        embedding_s = float(typical[0] - held[0] * layer_s) if held.size > 2 else 0.0
-        head_s = max(0.0, float(typical[-1] - held[-1] * layer_s))
-        elements_s.append((embedding_s if embedding_s > spread_s else 0.0, layer_s, head_s))
+        if noted is None:
+            spread_s = np.ptp(each_s) * held[0] if held.size > 3 else 0.1 * typical[0]
+            left_s = float(first - held[0] * layer_s) if held.size > 2 else 0.0
+            noted = left_s if left_s > spread_s else 0.0
+        elements_s.append((float(noted), layer_s, max(0.0, float(typical[-1] - held[-1] * layer_s))))
     embedding, layer, head = (ElementCost(*seconds) for seconds in zip(*elements_s, strict=True))
     return ChainCosts(embedding, (layer,) * int(held.sum()), head, "trace")
 

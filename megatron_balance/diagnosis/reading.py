@@ -2,7 +2,8 @@
 
 Columns (those of ByteDance's published traces): ``dp_rank``, ``stage`` (pipeline rank), ``step``, ``optype``, ``start_ts`` and
 ``duration`` in seconds, ``mc`` (model chunk of the rank) and ``mb_id`` (micro-batch), -1 or null where the operation belongs to
-none. Our recorder adds ``tokens``, ``longest`` and ``squares`` to forward passes, and the job's sizes as JSON in the schema's
+none. Our recorder adds ``tokens``, ``longest`` and ``squares`` to forward passes, to those of the first stage, and to its backward
+passes, ``embedding`` (seconds), and the job's sizes as JSON in the schema's
 metadata; its operations run in turn (``Job.in_turn``). Nothing in a file is ever executed or unpickled.
 """
 
@@ -33,6 +34,7 @@ METADATA_KEY, RANK_METADATA_KEY = b"megatron_balance", b"megatron_balance_rank"
 COLUMNS = ("dp_rank", "stage", "step", "optype", "start_ts", "duration", "mc", "mb_id")
 RANK = "rank"  # of the job; where tensor- or context-parallel ranks share a worker, the first speaks for them
 LENGTHS = ("tokens", "longest", "squares")
+EMBEDDING = "embedding"
 _META = {  # key of the YAML file: field of Topology
     "pp_size": "pipeline_size",
     "vpp_size": "virtual_size",
@@ -105,7 +107,7 @@ def _read_tables(files: list[Path], problems: list[str]) -> pyarrow.Table:
             lacking = [name for name in COLUMNS if name not in names]
             if lacking:
                 raise BalanceError(f"{file} is no trace: it lacks the columns {', '.join(lacking)}")
-            wanted = [*COLUMNS, *(name for name in (*LENGTHS, RANK) if name in names)]
+            wanted = [*COLUMNS, *(name for name in (*LENGTHS, RANK, EMBEDDING) if name in names)]
             table = opened.read(columns=wanted)
         except (pyarrow.ArrowException, OSError, ValueError) as error:
             if isinstance(error, BalanceError):
@@ -149,7 +151,7 @@ def _canonical(table: pyarrow.Table, file: Path) -> pyarrow.Table:
         try:
             if name == "optype":
                 columns[name] = _names(column)
-            elif name in ("start_ts", "duration"):
+            elif name in ("start_ts", "duration", EMBEDDING):
                 columns[name] = _numbers(column, name, file, pyarrow.float64(), pyarrow.types.is_floating)
             else:
                 columns[name] = _numbers(column, name, file, pyarrow.int64(), pyarrow.types.is_signed_integer)
@@ -343,6 +345,7 @@ def _rows(
         microbatch=columns["mb_id"].astype(np.int32),
         start_s=start_s.astype(np.float64),
         end_s=end_s.astype(np.float64),
+        embedding_s=_seconds(table[EMBEDDING])[kept].astype(np.float64) if EMBEDDING in table.column_names else None,
     )
     return trace, kept
 

@@ -81,6 +81,8 @@ class Trace:
         microbatch: of the step and data-parallel rank, -1 where the operation belongs to none, int32.
         start_s, end_s: seconds on the clock all ranks share; the published traces begin anew with each step. float64.
         sequences: None where the trace does not tell.
+        embedding_s: of a pass of the first stage, seconds that its embedding takes; NaN where it does not tell. float64; None where
+            it tells of none.
         problems: what is missing or odd, a line each; what is said of the job is then partial.
     """
 
@@ -95,6 +97,7 @@ class Trace:
     start_s: np.ndarray
     end_s: np.ndarray
     sequences: Sequences | None = None
+    embedding_s: np.ndarray | None = None
     problems: tuple[str, ...] = ()
 
     @property

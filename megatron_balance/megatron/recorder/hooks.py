@@ -20,6 +20,7 @@ from megatron_balance.diagnosis.trace import (
     TRANSFERS,
 )
 from megatron_balance.errors import BalanceError
+from megatron_balance.megatron.chunks import first_tensor, inner
 from megatron_balance.megatron.recorder.options import FLAG
 from megatron_balance.megatron.recorder.recorder import Recorder, never_stops_training
 from megatron_balance.megatron.registry import Hook, registry
@@ -277,6 +278,24 @@ def listen_to_sequences(recorder: Recorder, chunks: Sequence[Any]) -> None:
 
     for chunk in chunks:
         chunk.register_forward_pre_hook(see, with_kwargs=True)
+
+
+def listen_to_embedding(recorder: Recorder, chunks: Sequence[Any]) -> None:
+    """Have the recorder see where the embedding of the first stage ends in a forward pass, and begins in the backward pass."""
+
+    def ends(module: Any, args: Any, output: Any) -> None:
+        if recorder.in_pass:
+            recorder.see_embedding()
+            embedded = first_tensor(output)
+            if embedded.requires_grad:
+                embedded.register_hook(begins)
+
+    def begins(gradient: Any) -> None:
+        if recorder.in_pass:
+            recorder.see_embedding()
+
+    if (embedding := getattr(inner(chunks[0]), "embedding", None)) is not None:
+        embedding.register_forward_hook(ends)
 
 
 def listen_to_optimizer(recorder: Recorder, optimizer: Any) -> None:

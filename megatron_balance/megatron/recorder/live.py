@@ -6,8 +6,9 @@ import contextlib
 import json
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -35,6 +36,7 @@ class Stages:
         step_s: seconds of a step on the rank where it takes longest.
         dp_busy_s: seconds that each data-parallel rank's pipeline computes in a step, shape [DP].
         gc_s: seconds a step that the garbage collector takes on the rank where it takes most.
+        embedding_s: of a micro-batch, forward and backward, shape [2]; None where it was not told.
     """
 
     forward_s: np.ndarray
@@ -43,6 +45,7 @@ class Stages:
     step_s: float
     dp_busy_s: np.ndarray
     gc_s: float
+    embedding_s: np.ndarray | None = None
 
 
 @dataclass(frozen=True)
@@ -141,9 +144,21 @@ class Live:
         self._step_s: list[float] = []
         self._busy_s: list[float] = []
         self._gc_s: list[float] = []
+        self._embedding_s: dict[str, list[float]] = defaultdict(list)
 
-    def take(self, operations: Sequence[tuple[str, int, int, float, float]], gc_s: float) -> None:
-        """Take the operations of a step, in turn and without gaps: kind, chunk, micro-batch, start, end."""
+    def take(
+        self,
+        operations: Sequence[tuple[str, int, int, float, float]],
+        gc_s: float,
+        embeddings: Mapping[tuple[str, int, int], float] = MappingProxyType({}),
+    ) -> None:
+        """Take a step.
+
+        Args:
+            operations: in turn and without gaps: kind, chunk, micro-batch, start, end.
+            gc_s: seconds of the garbage collector's pauses.
+            embeddings: seconds of the embedding in the first stage's passes (kind, chunk, micro-batch).
+        """
         busy_s = 0.0
         last = max(which for _, _, which, _, _ in operations)
         if last + 1 not in (0, self.topology.num_microbatches):  # a ramp-up of the batch size changes it
@@ -159,6 +174,8 @@ class Live:
         self._step_s.append(operations[-1][4] - operations[0][3])
         self._busy_s.append(busy_s)
         self._gc_s.append(gc_s)
+        for (kind, *_), seconds in embeddings.items():
+            self._embedding_s[kind].append(seconds)
 
     def exchange(self) -> None:
         """End the interval: tell, and where this rank hears, find out. Waits a second at most for ranks that do not come."""
@@ -175,6 +192,9 @@ class Live:
                 "step_s": float(np.median(self._step_s)),
                 "busy_s": float(np.median(self._busy_s)),
                 "gc_s": float(np.mean(self._gc_s)),
+                "embedding_s": [float(np.median(self._embedding_s[kind])) for kind in (FORWARD, BACKWARD)]
+                if len(self._embedding_s) == 2
+                else None,
             }
             self.store.set(f"live/{self.rank}", json.dumps(told))
         self._clear()
@@ -221,7 +241,7 @@ class Live:
         shares = busy / busy.sum()
         chain, split, saving = None, None, 0.0
         with contextlib.suppress(BalanceError):  # the stages do not tell, or their schedule is none that is simulated
-            chain = chain_of(np.stack([stages.forward_s, stages.backward_s]), stages.layers)
+            chain = chain_of(np.stack([stages.forward_s, stages.backward_s]), stages.layers, stages.embedding_s)
             if self._last is None or np.abs(shares - self._last[0]).max() >= _CHANGE * shares.mean():
                 self._last = shares, _sought(chain, stages.layers, self.topology)
             saving = _saving(chain, stages, self._last[1], self.topology)
@@ -257,7 +277,9 @@ def _stages(heard: Sequence[dict[str, Any]], topology: Topology) -> Stages | Non
         return None
     step_s, gc_s = (max(told[name] for told in heard) for name in ("step_s", "gc_s"))
     by_rank = np.array([busy_s[rank] for rank in sorted(busy_s)])
-    return Stages(forward_s, backward_s, tuple(layers), step_s, by_rank, gc_s)
+    embedding_s = [told["embedding_s"] for told in heard if told["embedding_s"] is not None]
+    typical_s = np.median(embedding_s, axis=0) if embedding_s else None
+    return Stages(forward_s, backward_s, tuple(layers), step_s, by_rank, gc_s, typical_s)
 
 
 def _sought(chain: ChainCosts, layers: tuple[int, ...], topology: Topology) -> tuple[int, ...]:

@@ -25,6 +25,7 @@ class Row(NamedTuple):
         mb_id: micro-batch; -1 where the operation belongs to none.
         tokens, longest, squares: of a forward pass: real tokens, of the longest sequence, and the sum of the squares of their
             tokens; the latter two None where sequences are not told apart.
+        embedding: seconds of a pass of the first stage that its embedding takes, fetching the batch with it; None where not told.
     """
 
     step: int
@@ -38,6 +39,7 @@ class Row(NamedTuple):
     tokens: int | None = None
     longest: int | None = None
     squares: int | None = None
+    embedding: float | None = None
 
 
 class Parts:
@@ -135,6 +137,7 @@ def _schema(same: Mapping[str, int], metadata: Mapping[bytes, bytes]) -> Any:
         "tokens": pa.int64(),
         "longest": pa.int64(),
         "squares": pa.int64(),
+        "embedding": pa.float32(),
     }
     types |= {name: pa.int32() for name in same if name not in types}
     return pa.schema(list(types.items()), metadata=dict(metadata))

@@ -9,7 +9,7 @@ import math
 import sys
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -53,6 +53,7 @@ class Step:
         operations: (kind, chunk, micro-batch, start, end) in the order in which they ended.
         pauses: (start, end) of the garbage collector's, seconds of the monotonic clock.
         sequences: of (chunk, micro-batch), the bounds as a tensor, or the lengths as a list.
+        embeddings: of a pass (kind, chunk, micro-batch), where the embedding ended if forward, began if backward.
     """
 
     number: int
@@ -61,6 +62,7 @@ class Step:
     operations: list[tuple[str, int, int, Any, Any]] = field(default_factory=list)
     pauses: list[tuple[float, float]] = field(default_factory=list)
     sequences: dict[tuple[int, int], Any] = field(default_factory=dict)
+    embeddings: dict[tuple[str, int, int], Any] = field(default_factory=dict)
 
 
 def never_stops_training(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -108,6 +110,7 @@ class Recorder:
         self._forwarded: dict[int, tuple[int, int]] = {}
         self._pass: tuple[Any, int, int] = (None, 0, -1)  # that runs: start; if backward, chunk and micro-batch
         self._seen: Any = None
+        self._embedding: Any = None
         self._pauses: list[tuple[float, float]] = []
         self._pause_began: float | None = None
         self._said_full = False
@@ -144,7 +147,7 @@ class Recorder:
     @never_stops_training
     def begin_pass(self, output: Any = None) -> None:
         """A pass begins; a backward pass with the ``output`` that a forward pass gave."""
-        self.in_pass, self._seen = True, None
+        self.in_pass, self._seen, self._embedding = True, None, None
         behind = (0, -1) if output is None else self._forwarded.pop(id(first_tensor(output)), (0, -1))
         self._pass = (self.marks.mark(), *behind)
 
@@ -153,6 +156,7 @@ class Recorder:
         """The pass that runs ends."""
         start, chunk, microbatch = self._pass
         self._step.operations.append((BACKWARD, chunk, microbatch, start, self.marks.mark()))
+        self._keep_embedding(BACKWARD, chunk, microbatch)
         self.in_pass = False
 
     @never_stops_training
@@ -168,10 +172,22 @@ class Recorder:
         if microbatch is None:
             microbatch = sum(done[0] in (FORWARD, COMBINED) and done[1] == chunk for done in self._step.operations)
         self._step.operations.append((kind, chunk, microbatch, self._pass[0], self.marks.mark()))
+        if kind == FORWARD:
+            self._keep_embedding(kind, chunk, microbatch)
         self.in_pass = False
         self._forwarded[id(first_tensor(result[0]))] = chunk, microbatch
         if self._seen is not None:
             self._step.sequences[chunk, microbatch] = self._seen
+
+    @never_stops_training
+    def see_embedding(self) -> None:
+        """The embedding ends, or in a backward pass begins; of several the first counts."""
+        if self._embedding is None:
+            self._embedding = self.marks.mark()
+
+    def _keep_embedding(self, kind: str, chunk: int, microbatch: int) -> None:
+        if self._embedding is not None:
+            self._step.embeddings[kind, chunk, microbatch] = self._embedding
 
     @never_stops_training
     def see_sequences(self, packed: Any) -> None:
@@ -238,14 +254,26 @@ class Recorder:
 
         operations = [(*what, seconds(start), seconds(end)) for *what, start, end in step.operations]
         operations = in_turn(apart(operations), seconds(step.began), seconds(step.ended))
+        noted_s = {which: seconds(mark) for which, mark in step.embeddings.items()}
+        embeddings = {
+            (kind, chunk, which): noted - start_s if kind == FORWARD else end_s - noted
+            for kind, chunk, which, start_s, end_s in operations
+            if (noted := noted_s.get((kind, chunk, which))) is not None
+        }
         # The end of a step may be the beginning of the next, which then gives it back.
-        self.marks.release([step.began, *(mark for *_, start, end in step.operations for mark in (start, end))])
+        marks = (mark for *_, start, end in step.operations for mark in (start, end))
+        self.marks.release([step.began, *marks, *step.embeddings.values()])
         base_s = self.marks.epoch_s + offset_s
         pauses = [(PAUSE, -1, -1, start + base_s, end + base_s) for start, end in step.pauses]
-        self._aside(lambda live: live.take(operations, sum(end - start for start, end in step.pauses)))
-        return list(self._rows_of(step, operations + pauses))
+        self._aside(lambda live: live.take(operations, sum(end - start for start, end in step.pauses), embeddings))
+        return list(self._rows_of(step, operations + pauses, embeddings))
 
-    def _rows_of(self, step: Step, operations: Sequence[tuple[str, int, int, float, float]]) -> Iterator[Row]:
+    def _rows_of(
+        self,
+        step: Step,
+        operations: Sequence[tuple[str, int, int, float, float]],
+        embeddings: Mapping[tuple[str, int, int], float],
+    ) -> Iterator[Row]:
         counts: Counter[str] = Counter()
         rank = 0 if self.parts is None else self.parts.same["stage"]
         for kind, chunk, microbatch, start_s, end_s in operations:
@@ -253,7 +281,10 @@ class Recorder:
             sizes = (None, None, None)
             if kind in (FORWARD, COMBINED):
                 sizes = _sizes(step.sequences.get((chunk, microbatch)), self.row_tokens)
-            yield Row(step.number, kind, start_s, end_s - start_s, counts[kind], chunk, place, microbatch, *sizes)
+            within_s = embeddings.get((kind, chunk, microbatch))
+            yield Row(
+                step.number, kind, start_s, end_s - start_s, counts[kind], chunk, place, microbatch, *sizes, within_s
+            )
             counts[kind] += 1
 
     def _write(self) -> None:

@@ -110,6 +110,8 @@ def _start(recorder: Recorder, model: Sequence[Any], optimizer: Any) -> None:
     # Behind what the others wait for: a rank whose pyarrow cannot be loaded ends its recording here.
     recorder.parts = Parts(recorder.options.folder, rank, same, job, here)
     hooks.listen_to_sequences(recorder, model)
+    if stage == 0 < recorder.topology.pipeline_size - 1:
+        hooks.listen_to_embedding(recorder, model)
     hooks.listen_to_optimizer(recorder, optimizer)
 
 
