@@ -68,12 +68,12 @@ def _text_of_files(out: Path, device: str, pairs: int, progress: Progress) -> Pa
 def _size(device: str) -> Size:
     """With a head that leaves stages of whole layers even: what is left of the bubble is then no split's.
 
-    On a CPU with many tokens and a narrow model: an embedding's gradient is as large as the embedding, whatever the tokens, and
-    would be taken for layers of the first of two stages, which nothing tells from it.
+    On a CPU with many tokens and a narrow model, whose operations are long enough to be steady, and a head of a few layers: a core
+    that has waited computes more slowly for a while, the more so the longer, which no replay foresees.
     """
     if device == "cuda":
         return replace(split_size(device), vocabulary=57_344)
-    return replace(split_size(device), hidden=128, vocabulary=28_672, micro_batch=8)
+    return replace(split_size(device), hidden=128, vocabulary=14_336, micro_batch=8)
 
 
 def _train_split(run: Run, progress: Progress) -> tuple[Path, ...]:
