@@ -7,7 +7,7 @@ overhead  recorded against not recorded, step by step in one process, in pairs o
 replay    the step that the recorded durations give, against what Megatron logs as elapsed time per iteration, data loading,
           optimizer and logging with it. Target: median within 3 %.
 
-Needs two cores and a quiet machine; four ranks on two cores say so in their name. Half a minute to three minutes a case. Exits
+Needs two cores and a quiet machine; four ranks on two cores say so in their name. Half a minute to nine minutes a case. Exits
 with 1 if a target is missed.
 
     python scripts/bench/recorder.py [CASE ...] [--steps N] [--out FOLDER]
