@@ -245,3 +245,12 @@ def test_a_split_whose_update_loses_more_than_its_pipeline_gains_is_not_chosen()
     model = equal_layers(6)
     assert make_plan(measured(0.0).chain(model, TOPOLOGY), TOPOLOGY, {}).layers != (3, 3)
     assert make_plan(measured(1e3).chain(model, TOPOLOGY), TOPOLOGY, {}).layers == (3, 3)
+
+
+def test_costs_of_local_layers_say_with_which_flags_they_fit(table: CostTable) -> None:
+    here = {**table.holds_for, "fused_kernels": True, "gradient_accumulation_fusion": True}
+    there = replace(table, holds_for={**here, "fused_kernels": False, "gradient_accumulation_fusion": False})
+    with pytest.raises(BalanceError, match="add --transformer-impl local --no-gradient-accumulation-fusion"):
+        there.check_fits(here, "these costs")
+    with pytest.raises(BalanceError, match="measure anew"):
+        there.check_fits({**here, "hidden_size": 1}, "these costs")

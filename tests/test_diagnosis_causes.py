@@ -97,7 +97,7 @@ def test_sequence_lengths_come_before_the_stage_split(se: Trace) -> None:
     assert found.verdict == (SEQUENCE_LENGTHS, STAGE_SPLIT)
     assert answers(found, SEQUENCE_LENGTHS) == [UNKNOWN, YES, UNKNOWN, UNKNOWN, YES, YES]
     assert sum(found.causes.values()) == pytest.approx(1.0, abs=0.02)  # next to nothing is left without a name
-    assert found.fixes[0].flags == ("--varlen-packing",)
+    assert found.fixes[0].flags == ("--varlen-packing", "--calculate-per-token-loss")
 
 
 def test_splits_gain_what_the_study_of_the_trace_says(st: Trace) -> None:

@@ -21,6 +21,8 @@ from megatron_balance.topology import Topology
 _FORMAT = "megatron-balance costs"
 _FORMAT_VERSION = 2
 _REMEDY = "measure anew (megatron-balance profile) or pass another"
+_LOCAL = {"fused_kernels", "gradient_accumulation_fusion"}  # what alone differs of costs from the CPU runtime
+_LOCAL_REMEDY = "they are of local layers, as on a CPU: add --transformer-impl local --no-gradient-accumulation-fusion"
 DIAGNOSED = "diagnosed"  # from the trace of a job
 _KINDS = ("analytic", "measured", DIAGNOSED)
 ANY_LAYER = "any"  # in place of a kind of layer: what an average one costs
@@ -172,13 +174,12 @@ class CostTable:
         Raises:
             BalanceError: names what differs.
         """
-        differences = [
-            f"{key} is {holds_for.get(key)!r} here, {self.holds_for.get(key)!r} there"
-            for key in sorted({*self.holds_for} if self.kind == DIAGNOSED else {*holds_for, *self.holds_for})
-            if holds_for.get(key) != self.holds_for.get(key)
-        ]
-        if differences:
-            raise BalanceError(f"{name} is of other shapes: {'; '.join(differences)}; {_REMEDY}")
+        keys = sorted({*self.holds_for} if self.kind == DIAGNOSED else {*holds_for, *self.holds_for})
+        differing = [key for key in keys if holds_for.get(key) != self.holds_for.get(key)]
+        if differing:
+            told = [f"{key} is {holds_for.get(key)!r} here, {self.holds_for.get(key)!r} there" for key in differing]
+            local = self.holds_for.get("fused_kernels") is False and {*differing} <= _LOCAL
+            raise BalanceError(f"{name} is of other shapes: {'; '.join(told)}; {_LOCAL_REMEDY if local else _REMEDY}")
 
     def to_json(self) -> str:
         """The text of a costs file."""

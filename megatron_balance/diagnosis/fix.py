@@ -139,7 +139,7 @@ def _even_stages(causes: Causes, why: str) -> Fix:
 
 _OTHERS = {
     SEQUENCE_LENGTHS: (
-        ("--varlen-packing",),
+        ("--varlen-packing", "--calculate-per-token-loss"),
         "at most this, the step of micro-batches that all take as long: documents costlier than a mean micro-batch prevent it",
     ),
     GARBAGE: (
