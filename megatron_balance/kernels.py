@@ -7,8 +7,9 @@ decisions compare sums of costs: the same job gets the same plan whenever and wh
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numba
 import numpy as np
@@ -18,12 +19,34 @@ def compiled(kernel: Callable) -> Callable:
     """``kernel`` compiled at its first call, and kept on disk between runs where there is a folder to keep it in.
 
     Numba refuses to *define* a cached function when neither the package's folder nor the user's cache folder can be
-    written, as in a read-only container; the kernel is then compiled anew by each process.
+    written, as in a read-only container, and to *call* one whose code does not fit on the disk or into a quota; the kernel is
+    then compiled anew by each process.
     """
     try:
-        return numba.njit(cache=True)(kernel)
+        function = numba.njit(cache=True)(kernel)
     except RuntimeError:
         return numba.njit(kernel)
+    function._cache = _Spared(function._cache)
+    return function
+
+
+class _Spared:
+    """Numba's cache of a kernel, which may fail: numba itself lets only some of Windows' errors pass."""
+
+    def __init__(self, cache: Any) -> None:
+        self._cache = cache
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._cache, name)
+
+    def load_overload(self, *args: Any) -> Any:
+        with contextlib.suppress(OSError):
+            return self._cache.load_overload(*args)
+        return None
+
+    def save_overload(self, *args: Any) -> None:
+        with contextlib.suppress(OSError):
+            self._cache.save_overload(*args)
 
 
 # --- a step

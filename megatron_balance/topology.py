@@ -7,6 +7,11 @@ from dataclasses import dataclass
 from megatron_balance.errors import BalanceError
 
 
+def virtual_size_of(layers: int, pipeline_size: int, layers_each: int) -> int:
+    """Virtual stages on each rank that come nearest to ``layers_each`` layers (``--num-layers-per-virtual-pipeline-stage``)."""
+    return max(1, round(layers / (pipeline_size * layers_each)))
+
+
 @dataclass(frozen=True)
 class Topology:
     """Parallel sizes and the batch of one training step.

@@ -11,6 +11,7 @@ import sys
 import time
 from itertools import groupby
 from pathlib import Path
+from queue import SimpleQueue
 
 import numpy as np
 import pytest
@@ -19,9 +20,13 @@ pytest.importorskip("transformers")
 
 from chat_files import CHATML, EARNEST, FOLDED, FORGETFUL, REWRITING, TAGGED, write_chat, write_tokenizer
 
+from megatron_balance.chat import conversations as conversations_module
+from megatron_balance.chat import shards
 from megatron_balance.chat.conversations import Conversations, cache_key, open_conversations
 from megatron_balance.chat.encoder import Encoder
 from megatron_balance.chat.lines import LineError, conversations_of
+from megatron_balance.chat.passing import _drive
+from megatron_balance.chat.shards import Span
 from megatron_balance.errors import BalanceError
 
 FIRST = [
@@ -201,6 +206,45 @@ def test_other_template_other_tokens(tmp_path, tokenizer):
     first = Encoder.load(tokenizer(CHATML))
     assert cache_key(EARNEST, first) != cache_key(EARNEST, Encoder.load(tokenizer(FOLDED)))
     assert cache_key(EARNEST, first) == cache_key(EARNEST, Encoder.load(tokenizer(CHATML)))
+
+
+def test_switches_that_a_template_takes_out_of_what_users_say(tokenizer):
+    """As Nemotron's does; what the assistant says is never left out."""
+    template = CHATML.replace("message['content'] }}<", "message['content'].replace('/think', '').strip() }}<")
+    user = {"role": "user", "content": "A hand-bag? /think"}
+    (switched,), (said,) = (
+        conversations_of(json.dumps({"messages": [user, {"role": "assistant", "content": content}]}).encode())
+        for content in ("Yes.", "Yes /think.")
+    )
+    assert Encoder.load(tokenizer(template)).encode(switched)[1].any()
+    with pytest.raises(LineError, match=r"leaves content out: turn 2 \(assistant\)"):
+        Encoder.load(tokenizer(template)).encode(said)
+
+
+def test_few_shards_are_held_open(tmp_path, tokenizer, monkeypatch):
+    """Each holds a file descriptor, of which processes have a thousand; a checksum is reckoned once."""
+    path = tmp_path / "chat.jsonl"
+    path.write_bytes(EARNEST.read_bytes() * 20)
+    monkeypatch.setattr(conversations_module, "_MOST_OPENED", 2)
+    summed, tokens_of = [], shards.tokens_of
+    monkeypatch.setattr(
+        shards, "tokens_of", lambda path, part, check: summed.append((path, check)) or tokens_of(path, part, check)
+    )
+    found = opened(path, tmp_path, tokenizer(CHATML), part_bytes=1 << 12)
+    size = found.sequence_lengths.size
+    first = [found.get(number, 0, 3).tolist() for number in range(size)]
+    assert [found.get(number, 0, 3).tolist() for number in range(size)] == first
+    checked = [path for path, check in summed if check]
+    assert len(found._opened) == 2 < len(found.parts) == len(checked) == len(set(checked)) < len(summed)
+
+
+def test_a_full_disk_ends_a_process_of_the_pass_with_its_own_words(tmp_path, tokenizer):
+    path = tmp_path / "chat.jsonl"
+    path.write_bytes(EARNEST.read_bytes() * 3)
+    spans = SimpleQueue()
+    spans.put(Span(0, path.stat().st_size))
+    with pytest.raises(OSError, match="No such file or directory"):
+        _drive(path, tmp_path / "nowhere", (tokenizer(CHATML), None), spans, SimpleQueue())
 
 
 def test_a_killed_pass_goes_on(tmp_path, tokenizer):

@@ -351,6 +351,7 @@ def test_topology():
         ("--num-virtual-stages-per-pipeline-rank 3", 3),
         ("--pipeline-model-parallel-layout Et|(tt|)*14,tL", 4),
         ("--num-layers 32 --num-layers-per-virtual-pipeline-stage 2", 4),
+        ("--num-layers-per-virtual-pipeline-stage 2", 4),  # of 30 layers, on 4 ranks
         ("--num-layers-per-virtual-pipeline-stage 4 --account-for-embedding-in-pipeline-split"
          " --account-for-loss-in-pipeline-split", 2),
         ("--hybrid-layer-pattern M-M*|M-M-|M-M*|M-M-|M|M|M|M", 2),
@@ -379,7 +380,9 @@ def test_groups_of_micro_batches_are_of_the_interleaved_schedule():
         ("--step-batch-size-schedule 0:8", {"world_size": 8}, "add --num-microbatches M"),
         ("--pipeline-model-parallel-size 0", {"world_size": 8}, "--pipeline-model-parallel-size 0: must be 1 or more"),
         ("--tensor-parallel-num-weight-shards 4", {"world_size": 8}, "--tensor-parallel-num-weight-shards 4"),
-        ("--num-layers-per-virtual-pipeline-stage 2", {"world_size": 8}, "30 layers do not divide into 4 pipeline ranks"),
+        ("--expert-model-parallel-size 4", {"world_size": 16}, r"16 processes are no multiple of 32, .* 2 \* 4 \* 4\)"),
+        ("--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --no-overlap-p2p-communication",
+         {"num_microbatches": 8}, "leave --no-overlap-p2p-communication out"),
         ("--num-layers-per-virtual-pipeline-stage 2 --num-virtual-stages-per-pipeline-rank 2", {"world_size": 8},
          "each give the number of virtual stages"),
         ("--pipeline-model-parallel-layout Et|tL", {"world_size": 8}, "has 2 stages, not a multiple of"),

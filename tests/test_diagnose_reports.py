@@ -33,7 +33,7 @@ from megatron_balance.diagnosis.result import (
     Diagnosis,
     Fix,
 )
-from megatron_balance.diagnosis.trace import Trace
+from megatron_balance.diagnosis.trace import Sequences, Trace
 from megatron_balance.diagnosis.whatif import slowdown_of
 from megatron_balance.errors import BalanceError
 from megatron_balance.topology import Topology
@@ -306,6 +306,22 @@ def test_comparison_says_what_went_what_was_predicted_and_what_came(tmp_path):
     written = tmp_path / "before.json"
     written.write_text(json.dumps(before.values()))
     assert read_summary(str(written)) == comparison.before
+
+
+def test_a_step_of_fewer_tokens_is_no_faster_job(tmp_path):
+    def of_tokens(each: int | None) -> Report:
+        made = trace()
+        held = None if each is None else np.full((3, 4, 3), each)
+        return report(replace(made, sequences=None if held is None else Sequences(held, held, held**2)))[0]
+
+    full, fewer = of_tokens(100), of_tokens(90)
+    comparison = Comparison(summary_of(full), summary_of(fewer))
+    assert comparison.gain == pytest.approx(0.9 - 1) and comparison.values()["before"]["tokens"] == 1200
+    text = " ".join(terminal_text(render_comparison(comparison)).split())
+    assert "its tokens from 1,200 to 1,080, -10.0 % (slower for the same tokens)" in text
+    (tmp_path / "before.json").write_text(json.dumps(fewer.values()))
+    assert read_summary(str(tmp_path / "before.json")) == comparison.after
+    assert Comparison(summary_of(full), summary_of(of_tokens(None))).gain == 0
 
 
 @pytest.mark.parametrize(

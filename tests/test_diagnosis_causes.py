@@ -269,6 +269,22 @@ def test_interleaved_stages_get_a_split_of_their_own() -> None:
     assert found.fixes[0].gain > 0.1
 
 
+def test_a_split_of_a_job_with_multi_token_prediction_has_its_place() -> None:
+    trace = made(Topology(4, 8), stage=[1.0, 1.0, 1.0, 2.0])
+    trace = replace(trace, job=replace(trace.job, layers=(8, 8, 8, 8), shapes={"mtp_num_layers": 1}))
+    assert "tmL" in diagnose(trace).fixes[0].flags[0]
+
+
+def test_a_stage_without_layers_is_no_obstacle() -> None:
+    """As the planner itself may leave one, with virtual stages; the others tell what a layer costs."""
+    topology = Topology(2, 8, virtual_size=2)
+    found = diagnose(made(topology, stage=[4.0, 2.0, 1e-3, 4.0]), layers=(4, 2, 0, 0))
+    fix = found.fixes[0]
+    assert found.verdict == (STAGE_SPLIT,) and fix.gain > 0.1 and "nan" not in fix.note and "-100" not in fix.note
+    found = diagnose(made(Topology(2, 8), stage=[1.0, 4.0]), layers=(0, 3))  # here nothing does
+    assert found.verdict == (STAGE_SPLIT,) and "no stage tells what a layer costs" in found.fixes[0].note
+
+
 # --- the costs file
 
 

@@ -22,6 +22,7 @@ from traces import (
 
 from megatron_balance.diagnosis.causes import Causes
 from megatron_balance.diagnosis.cells import take
+from megatron_balance.diagnosis.graph import Nodes, calls_of
 from megatron_balance.diagnosis.replay import Replay
 from megatron_balance.diagnosis.result import GARBAGE
 from megatron_balance.diagnosis.signals import signals_of
@@ -203,6 +204,16 @@ def test_operations_in_turn():
     assert replay.actual_s[:, moved] == pytest.approx(np.full((3, int(moved.sum()), 1), 0.25))
     seconds = np.where(moved[:, None], replay.actual_s, Replay(expected).actual_s)
     assert replay.steps_with_s(seconds) == pytest.approx(Replay(expected).recorded_step_s, abs=1e-9)
+
+
+def test_transfers_that_once_look_like_one_call_are_none():
+    """Clocks tick in microseconds: what takes no time in one step begins and ends with its neighbour there."""
+    names = ("forward-send", "backward-recv", FORWARD)
+    nodes = Nodes(names, np.arange(3), *(np.zeros(3, dtype=int) for _ in range(4)))
+    start_s = np.array([[1.0, 1.0, 0.0], [11.0, 11.0, 10.0]])[:, :, None]
+    end_s = np.array([[1.0, 1.0, 1.0], [11.0, 11.5, 11.0]])[:, :, None]
+    assert calls_of(nodes, 1, start_s, end_s) == [[(2,), (0,), (1,)]]
+    assert calls_of(nodes, 1, start_s[:1], end_s[:1]) == [[(2,), (0, 1)]]
 
 
 def test_sends_ahead_of_their_receivers():

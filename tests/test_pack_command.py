@@ -321,7 +321,7 @@ def test_plot_without_matplotlib_says_what_to_install(capsys, data, monkeypatch,
         (f"DATA {JOB} --seq-lenght 512", "unrecognized arguments: --seq-lenght"),
         (f"DATA {JOB} --varlen-packing-shape fixed {MODEL}", "unrecognized arguments: --varlen-packing-shape"),
         (f"DATA {JOB} --context-parallel-size 3", "--seq-length 512 is not a multiple of 6"),
-        (f"DATA {JOB} --expert-model-parallel-size 3", "experts on 3 ranks"),
+        (f"DATA {JOB} --expert-model-parallel-size 3", "replica of the experts"),
         (f"DATA {JOB} --lengths DATA", "PREFIX and --lengths each name the data"),
         (f"DATA {JOB} --world-size 8", "--data-parallel-size and --world-size"),
         (f"DATA {JOB} --balanced-pipeline-device H100", "leave --cost-ratio out"),
@@ -404,7 +404,7 @@ def test_whole_epochs_are_not_cut_where_that_takes_for_ever(capsys, data, tmp_pa
         ("--json {0}/" + "a" * 300 + ".json", "cannot be written (File name too long)"),
         ("--expert-model-parallel-size -2", "--expert-model-parallel-size -2: must be 1 or more"),
         ("--expert-tensor-parallel-size 0", "--expert-tensor-parallel-size 0: must be 1 or more"),
-        ("--tensor-model-parallel-size 4 --expert-model-parallel-size 3 --expert-tensor-parallel-size 1", "do not fit"),
+        ("--tensor-model-parallel-size 4 --expert-model-parallel-size 3 --expert-tensor-parallel-size 1", "replica of"),
     ],
 )
 def test_odd_outputs_and_experts_are_refused(capsys, data, tmp_path, flags, said) -> None:

@@ -29,6 +29,7 @@ REFUSED = {
     f"{GOOD} --logits-load-dir teacher": "--logits-load-dir",
     f"{GOOD} --decrease-batch-size-if-needed": "--decrease-batch-size-if-needed",
     f"{GOOD} --non-persistent-ckpt-type local": "--non-persistent-ckpt-type local",
+    f"{GOOD} --save msc://profile/run": "--save of a storage that is no file system",
     f"{GOOD} --phase-transition-iterations 3": "--phase-transition-iterations",
     f"{GOOD} --iterations-to-skip 3": "--iterations-to-skip",
     f"{GOOD} --check-for-spiky-loss": "--check-for-spiky-loss",

@@ -25,11 +25,11 @@ from megatron_balance.errors import BalanceError
 from megatron_balance.megatron.recorder import common_clock, hooks, live
 from megatron_balance.megatron.recorder.common_clock import CommonClock
 from megatron_balance.megatron.recorder.hooks import _backward, _combined, _forward, _step, _timed, _transfers
-from megatron_balance.megatron.recorder.live import Live
+from megatron_balance.megatron.recorder.live import Live, _stages
 from megatron_balance.megatron.recorder.marks import DeviceMarks, ProcessMarks, epoch_s
 from megatron_balance.megatron.recorder.options import TraceOptions, prepare_folder, refuse_conflicts
 from megatron_balance.megatron.recorder.parts import Parts, Row
-from megatron_balance.megatron.recorder.recorder import Recorder, Step, apart, in_turn
+from megatron_balance.megatron.recorder.recorder import Recorder, Step, _sizes, apart, in_turn
 from megatron_balance.topology import Topology
 
 pq = pytest.importorskip("pyarrow.parquet", reason="traces are written with pyarrow, of the extra 'trace'")
@@ -143,6 +143,29 @@ def test_an_embedding_that_was_noted_is_none_of_the_layers_of_the_first_of_two_s
     assert [chain.mean_layer.forward_s, chain.mean_layer.backward_s] == pytest.approx([1.0, 2.0])
     assert [chain.head.forward_s, chain.head.backward_s] == pytest.approx([5.0, 16.0])
     assert chain_of(typical_s, (10, 10)).embedding.total_s == 0.0
+
+
+def test_padding_is_no_real_token_but_takes_time():
+    assert _sizes(([5, 3, 8], 8), 99) == (8, 8, 98)
+    assert _sizes((torch.tensor([0, 5, 8, 8]), None), 99) == (8, 5, 34)  # stock's bounds, filled up with the last one
+    assert _sizes(None, 99) == (99, None, None)
+
+
+def test_data_parallel_ranks_are_compared_where_all_of_them_was_heard():
+    def told(dp_rank: int, pp_rank: int, busy_s: float) -> dict:
+        seconds = [[1.0], [2.0]]
+        place = {"place": (dp_rank, pp_rank), "layers": [4], "seconds": seconds, "busy_s": busy_s}
+        return {**place, "step_s": 9.0, "gc_s": 0.0, "embedding_s": None}
+
+    heard = [told(0, 0, 3.0), told(0, 1, 4.0), told(1, 0, 3.0), told(1, 1, 5.0)]
+    assert sorted(_stages(heard, Topology(2, 4)).dp_busy_s) == [7.0, 8.0]
+    assert _stages(heard[:3], Topology(2, 4)).dp_busy_s.tolist() == [7.0]
+    assert _stages(heard[1:3], Topology(2, 4)).dp_busy_s.tolist() == [1.0]
+
+
+def test_a_folder_that_only_the_first_machine_has_is_told_at_once(tmp_path):
+    with pytest.raises(OSError, match="name a folder that all machines share"):
+        Parts(tmp_path / "elsewhere", 3, {}, {}, {})
 
 
 def test_the_embedding_is_from_where_a_forward_pass_begins_to_where_a_backward_pass_ends(tmp_path):

@@ -18,6 +18,7 @@ from reproduce import __main__ as reproduce
 from reproduce.failures import FAILURES, Failure, Run
 
 from megatron_balance.diagnosis.result import SEQUENCE_LENGTHS, STAGE_SPLIT
+from megatron_balance.diagnosis.trace import Sequences
 from megatron_balance.topology import Topology
 
 PP2, DP2 = Topology(2, 8), Topology(1, 1, data_size=2)
@@ -53,22 +54,31 @@ def test_another_cause_and_a_wrong_prediction_are_told(tmp_path) -> None:
     assert "is diagnosed stage split, not sequence lengths" in lines[0]
 
 
-def lengths_trace(folder: Path, even: bool) -> Path:
+def lengths_trace(folder: Path, even: bool, filled: float = 1.0) -> Path:
     """Two ranks that are dealt shares of the same work, which take as much longer backward as forward."""
     random = np.random.default_rng(1)
     first = 0.5 if even else random.uniform(0.3, 0.7, (STEPS, 1, 1))
     work = np.stack(
         [first * np.ones((STEPS, 1, 1)), (1 - first) * np.ones((STEPS, 1, 1))], axis=1
     )  # [steps, DP, stages, M]
-    ways = (seconds * work * (1 + 0.002 * random.standard_normal(work.shape)) for seconds in (1.0, 2.0))
+    ways = (filled * seconds * work * (1 + 0.002 * random.standard_normal(work.shape)) for seconds in (1.0, 2.0))
     folder.mkdir(parents=True)
-    return write_ranks(made_trace(DP2, *ways), folder)
+    tokens = np.full((STEPS, 1, 2), int(1000 * filled))
+    squares = (tokens**2 * work[:, :, 0].swapaxes(1, 2)).astype(int)
+    return write_ranks(made_trace(DP2, *ways, Sequences(tokens, tokens, squares)), folder)
 
 
 def test_mended_lengths_are_proved(tmp_path) -> None:
     proof = Proof.of(SEQUENCE_LENGTHS, lengths_trace(tmp_path / "a", False), lengths_trace(tmp_path / "b", True))
     assert proof.predicted == pytest.approx(proof.measured, rel=0.03) and proof.measured > 1.1
     assert len(proof.symptoms) >= 2 and [*proof.failures()] == []
+
+
+def test_what_steps_of_fewer_tokens_save_is_no_gain(tmp_path) -> None:
+    full, fuller = (lengths_trace(tmp_path / name, even) for name, even in (("a", False), ("b", True)))
+    emptier = lengths_trace(tmp_path / "c", True, filled=0.9)
+    alike, fewer = (Proof.of(SEQUENCE_LENGTHS, full, after) for after in (fuller, emptier))
+    assert fewer.measured == pytest.approx(alike.measured, rel=0.01)
 
 
 def test_the_table_has_a_column_for_each_proof(tmp_path, capsys) -> None:

@@ -340,6 +340,11 @@ def test_what_is_loaded_is_found_as_megatron_finds_it(runs, monkeypatch, tmp_pat
     args = parsed(monkeypatch, tied, f"{WEIGHED} --non-persistent-ckpt-type local")
     with pytest.raises(BalanceError, match=r"cannot see the layout of local checkpoints.*-plan FILE"):
         layout_to_keep(args, Options.from_args(args))
+    args.non_persistent_ckpt_type, args.load = None, "msc://profile/run"
+    with pytest.raises(
+        BalanceError, match=r"cannot see the layout of checkpoints that are in no file system.*-plan FILE"
+    ):
+        layout_to_keep(args, Options.from_args(args))
 
 
 @pytest.mark.training

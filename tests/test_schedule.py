@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -334,6 +335,20 @@ def test_kernels_compile_without_a_cache_folder(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(kernels.numba, "njit", njit)
     assert kernels.compiled(lambda number: number + 1)(1) == 2
+
+
+def test_kernels_run_where_their_code_cannot_be_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a full disk: an empty file can be made there, which is all that Numba asks beforehand."""
+    kernel = kernels.compiled(kernels.run_program.py_func)
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    for name in ("load_overload", "save_overload"):
+        monkeypatch.setattr(kernel._cache._cache, name, full)
+    nothing = np.zeros(1, dtype=np.int32)
+    program = kernels.Program(*[nothing] * 3, nothing + 1, nothing)
+    assert kernel(program, np.array([2.5]), 0.0, np.zeros(1), np.zeros(2)) == 2.5
 
 
 def test_neither_torch_nor_megatron_is_imported() -> None:

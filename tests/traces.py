@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -352,7 +351,7 @@ def table_of(trace: Trace, rows: np.ndarray | slice = slice(None), described: bo
     import pyarrow
 
     names = pyarrow.DictionaryArray.from_arrays(trace.kind[rows].astype(np.int32), list(trace.kinds))
-    columns: Mapping[str, object] = {
+    columns: dict[str, object] = {
         "dp_rank": trace.dp_rank[rows],
         "stage": trace.pp_rank[rows],
         "step": trace.step[rows],
@@ -362,13 +361,27 @@ def table_of(trace: Trace, rows: np.ndarray | slice = slice(None), described: bo
         "mc": trace.chunk[rows],
         "mb_id": trace.microbatch[rows],
     }
+    if trace.sequences is not None:
+        columns |= _sequences(trace, rows)
     job = {"name": trace.job.name, "world_size": trace.job.world_size, "topology": asdict(trace.job.topology)}
     job |= {name: getattr(trace.job, name) for name in ("in_turn", "sends_ahead", "shapes")}
     if trace.job.layers is not None:
         chunks = np.reshape(trace.job.layers, (-1, trace.job.topology.pipeline_size)).T.tolist()
         job["stages"] = [[{"layers": [*range(layers)]} for layers in of_rank] for of_rank in chunks]
     metadata = {METADATA_KEY: json.dumps(job).encode()} if described else None
-    return pyarrow.table(dict(columns), metadata=metadata)
+    return pyarrow.table(columns, metadata=metadata)
+
+
+def _sequences(trace: Trace, rows: np.ndarray | slice) -> dict[str, object]:
+    """What the micro-batches hold, in the rows of forward passes."""
+    import pyarrow
+
+    place = np.searchsorted(trace.steps, trace.step[rows]), trace.microbatch[rows], trace.dp_rank[rows]
+    others = trace.kind[rows] != trace.kinds.index(FORWARD)
+    return {
+        field.name: pyarrow.array(getattr(trace.sequences, field.name)[place], mask=others)
+        for field in fields(trace.sequences)
+    }
 
 
 def write_trace(trace: Trace, file: Path, described: bool = True) -> Path:

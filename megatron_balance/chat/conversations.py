@@ -24,6 +24,9 @@ _LOCK = "conversations.lock"
 _SHOWN = 5  # faulty lines that are named
 
 
+_MOST_OPENED = 64  # shards, each of which holds a file descriptor
+
+
 @dataclass(frozen=True, eq=False)
 class Conversations:
     """Tokenised conversations, in the order of the file.
@@ -40,6 +43,7 @@ class Conversations:
     spans: tuple[Span, ...]
     parts: tuple[Part, ...]
     _opened: dict[int, np.ndarray] = field(default_factory=dict, repr=False)
+    _checked: set[int] = field(default_factory=set, repr=False)
 
     @cached_property
     def sequence_lengths(self) -> np.ndarray:
@@ -80,13 +84,16 @@ class Conversations:
         return self._tokens(part)[start : start + length]
 
     def _tokens(self, part: int) -> np.ndarray:
-        if part not in self._opened:  # checked when first touched: nobody reads it all at the start
+        if part not in self._opened:
             path = self.spans[part].shard(self.folder)
             try:
-                with readable(path):
-                    self._opened[part] = shards.tokens_of(path, self.parts[part], check=True)
+                with readable(path):  # checked when first touched: nobody reads it all at the start
+                    self._opened[part] = shards.tokens_of(path, self.parts[part], check=part not in self._checked)
             except (DamageError, ValueError) as damage:
                 raise BalanceError(f"{path} {damage}: remove it and start again, it is then written anew") from damage
+            self._checked.add(part)
+            if len(self._opened) > _MOST_OPENED:
+                del self._opened[next(iter(self._opened))]
         return self._opened[part]
 
 

@@ -156,15 +156,26 @@ def _check_kept(text: str, seen: str, conversation: Conversation, place: int) ->
         )
 
 
+def _place_of(content: str, role: str, text: str, start: int) -> tuple[int, int]:
+    """Where a message's content begins and ends in its rendering; (-1, -1) if it is left out.
+
+    Nemotron's template takes its switches out of what others than the assistant say.
+    """
+    without = content.replace("/think", "").replace("/no_think", "").strip()
+    for shown in (content.strip(),) if role == ASSISTANT else (content.strip(), without):
+        if (found := text.find(shown, start)) >= 0:
+            return found, found + len(shown)
+    return -1, -1
+
+
 def _check_content(conversation: Conversation, places: range, text: str) -> None:
     """Find the content of some messages in their rendering, one behind the other."""
     end = 0
     for place in places:
         message = conversation.messages[place]
         names = [str((call.get("function") or call).get("name", "")) for call in message.get("tool_calls") or ()]
-        for content in ((message.get("content") or "").strip(), *names):
-            found = text.find(content, end)
-            if found < 0:
+        for content in (message.get("content") or "", *names):
+            _, end = _place_of(content, message["role"], text, end)
+            if end < 0:
                 turn = conversation.first_turn + place
                 raise LineError("a template that leaves content out", f"turn {turn} ({message['role']})")
-            end = found + len(content)

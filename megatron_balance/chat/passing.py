@@ -25,7 +25,7 @@ from megatron_balance.processes import die_with_parent
 from megatron_balance.reporting import progress
 
 PART_BYTES = 1 << 22  # of the file: about a second of work
-_DONE = "megatron-balance: part done"
+_DONE, _FAILED = "megatron-balance: part done", "megatron-balance: part failed: "
 _MOST_WORKERS = 64
 _WORTH_A_WORKER = 4  # parts: a process takes seconds to begin
 
@@ -129,10 +129,14 @@ def _drive(path: Path, folder: Path, encoder: Sequence[str], spans: SimpleQueue,
                 for line in process.stdout:
                     if line.strip() == _DONE:
                         break
+                    if line.startswith(_FAILED):
+                        raise OSError(*json.loads(line.removeprefix(_FAILED)))
                 else:
                     raise BrokenPipeError
                 done.put(span)
         except BrokenPipeError:
+            with contextlib.suppress(BrokenPipeError):
+                process.stdin.close()
             raise BalanceError(
                 f"a process that tokenised {path} ended with status {process.wait()}: what was finished is kept, start again"
             ) from None
@@ -144,7 +148,11 @@ def _work() -> None:
     die_with_parent(parent)
     encoder = Encoder.load(tokenizer, template)
     for line in sys.stdin:
-        write_part(Path(path), Path(folder), Span(*map(int, line.split())), encoder)
+        try:
+            write_part(Path(path), Path(folder), Span(*map(int, line.split())), encoder)
+        except OSError as error:  # as a full disk, which is told as such
+            print(f"{_FAILED}{json.dumps([error.errno or 0, error.strerror or str(error)])}", flush=True)
+            return
         print(_DONE, flush=True)
 
 

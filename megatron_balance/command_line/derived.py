@@ -8,7 +8,7 @@ from typing import Any
 from megatron_balance.errors import BalanceError
 from megatron_balance.model.arguments import hybrid_pattern, layer_kinds
 from megatron_balance.pipeline.layout import parse_layout
-from megatron_balance.topology import Topology
+from megatron_balance.topology import Topology, virtual_size_of
 
 _KNOWN_VOCABULARIES = {"GPT2BPETokenizer": 50257}
 
@@ -68,14 +68,10 @@ def topology_from_arguments(
     tensor, pipeline, context = (
         _size(arguments, f"{kind}_parallel_size") for kind in ("tensor_model", "pipeline_model", "context")
     )
-    for name, base in (("tensor", tensor), ("expert_tensor", arguments.get("expert_tensor_parallel_size") or tensor)):
-        shards = arguments.get(f"{name}_parallel_num_weight_shards")
-        if shards not in (None, base):
-            raise BalanceError(
-                f"--{name.replace('_', '-')}-parallel-num-weight-shards {shards}: weights spread over more ranks than the"
-                f" {base} of tensor parallelism are not planned for"
-            )
+    check_weight_shards(arguments)
     data_size = _data_size(world_size, tensor * pipeline * context)
+    if world_size is not None:
+        check_expert_ranks(arguments, world_size)
     if num_microbatches is None:
         if world_size is None:
             raise BalanceError(
@@ -84,6 +80,11 @@ def topology_from_arguments(
             )
         num_microbatches = _num_microbatches(arguments, data_size)
     virtual = _virtual_size(arguments, pipeline)
+    if virtual > 1 and pipeline == 2 and not arguments.get("overlap_p2p_comm", True):
+        raise BalanceError(
+            "Megatron runs virtual stages on 2 pipeline ranks with overlapped communication only: leave"
+            " --no-overlap-p2p-communication out"
+        )
     group = arguments.get("microbatch_group_size_per_vp_stage")
     return Topology(
         pipeline_size=pipeline,
@@ -114,6 +115,43 @@ def _data_size(world_size: int | None, replica: int) -> int:
             " * context parallel size): change one of them"
         )
     return world_size // replica
+
+
+def check_weight_shards(arguments: Mapping[str, Any]) -> None:
+    """Refuse weights that are spread over more ranks than those of tensor parallelism, which no plan counts.
+
+    Raises:
+        BalanceError: names the flag.
+    """
+    tensor = _size(arguments, "tensor_model_parallel_size")
+    for name, base in (("tensor", tensor), ("expert_tensor", arguments.get("expert_tensor_parallel_size") or tensor)):
+        shards = arguments.get(f"{name}_parallel_num_weight_shards")
+        if shards not in (None, base):
+            raise BalanceError(
+                f"--{name.replace('_', '-')}-parallel-num-weight-shards {shards}: weights spread over more ranks than the"
+                f" {base} of tensor parallelism are not planned for"
+            )
+
+
+def check_expert_ranks(arguments: Mapping[str, Any], world_size: int) -> None:
+    """Refuse processes that hold no whole number of replicas of the experts; Megatron does when it makes its groups.
+
+    Args:
+        arguments: Megatron's argument names with their values.
+        world_size: processes of the job.
+
+    Raises:
+        BalanceError: the world size is no multiple of expert-tensor * expert * pipeline parallel size.
+    """
+    tensor, expert, pipeline = (
+        _size(arguments, f"{kind}_parallel_size") for kind in ("tensor_model", "expert_model", "pipeline_model")
+    )
+    tensor = arguments.get("expert_tensor_parallel_size") or tensor
+    if world_size % (tensor * expert * pipeline):
+        raise BalanceError(
+            f"{world_size} processes are no multiple of {tensor * expert * pipeline}, those of one replica of the experts (expert"
+            f" tensor * expert * pipeline parallel size, {tensor} * {expert} * {pipeline}): change one of them"
+        )
 
 
 def _num_microbatches(arguments: Mapping[str, Any], data_size: int) -> int:
@@ -165,13 +203,7 @@ def _virtual_of(stages: int, pipeline: int, flag: str) -> int:
 
 
 def _virtual_of_layers(arguments: Mapping[str, Any], pipeline: int) -> int:
-    each = _size(arguments, "num_layers_per_virtual_pipeline_stage")
-    layers = len(layer_kinds(arguments))
+    """As training with ``--balanced-pipeline`` has it, for any number of layers: the split is planned anyway."""
     extra = sum(bool(arguments.get(f"account_for_{element}_in_pipeline_split")) for element in ("embedding", "loss"))
-    if (layers + extra) % (pipeline * each):
-        counted = f" (with {extra} for embedding and loss)" if extra else ""
-        raise BalanceError(
-            f"{layers + extra} layers{counted} do not divide into {pipeline} pipeline ranks with"
-            f" --num-layers-per-virtual-pipeline-stage {each}: give --num-virtual-stages-per-pipeline-rank V"
-        )
-    return (layers + extra) // (pipeline * each)
+    each = _size(arguments, "num_layers_per_virtual_pipeline_stage")
+    return virtual_size_of(len(layer_kinds(arguments)) + extra, pipeline, each)

@@ -7,11 +7,11 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from megatron_balance import reading
-from megatron_balance.diagnose_command.report import Report, finite, printable, seconds
+from megatron_balance.diagnose_command.report import Report, finite, printable
 from megatron_balance.diagnosis.result import NO, UNKNOWN, YES
 from megatron_balance.errors import BalanceError
+from megatron_balance.figures import seconds, signed_percent
 from megatron_balance.files import read_text
-from megatron_balance.pipeline.show import signed_percent
 
 GONE, STAYS, NEW, ABSENT, UNCLEAR = "gone", "still there", "new", "", "cannot be compared"
 _STYLES = {GONE: "bold green", STAYS: "yellow", NEW: "bold red", ABSENT: "", UNCLEAR: "dim"}
@@ -24,6 +24,7 @@ class Summary:
     Attributes:
         name: of the job.
         step_s: mean seconds of a step, replayed.
+        tokens: mean real tokens of a step; None where that is not known.
         slowdown: S.
         causes: share of the slowdown by cause.
         answers: by (cause, symptom).
@@ -32,6 +33,7 @@ class Summary:
 
     name: str
     step_s: float
+    tokens: float | None
     slowdown: float
     causes: dict[str, float]
     answers: dict[tuple[str, str], str]
@@ -66,9 +68,15 @@ class Comparison:
     after: Summary
 
     @property
+    def tokens_ratio(self) -> float:
+        """Tokens of a step after over those before: packing leaves places of its bins empty. 1 where that is not known."""
+        before, after = self.before.tokens, self.after.tokens
+        return after / before if before and after else 1.0
+
+    @property
     def gain(self) -> float:
-        """Step before over step after, minus 1."""
-        return self.before.step_s / self.after.step_s - 1
+        """Seconds before over seconds after for the same tokens, minus 1."""
+        return self.before.step_s / self.after.step_s * self.tokens_ratio - 1
 
     @property
     def changes(self) -> tuple[Change, ...]:
@@ -80,9 +88,13 @@ class Comparison:
     def sentences(self) -> Iterator[str]:
         before, after = self.before, self.after
         slower = "faster" if self.gain >= 0 else "slower"
+        tokens = ""
+        if self.tokens_ratio != 1.0:
+            tokens = f" and its tokens from {before.tokens:,.0f} to {after.tokens:,.0f},"
         yield (
-            f"What came: the step went from {seconds(before.step_s)} to {seconds(after.step_s)},"
-            f" {signed_percent(self.gain)} ({slower}); S from {before.slowdown:.3f} to {after.slowdown:.3f}"
+            f"What came: the step went from {seconds(before.step_s)} to {seconds(after.step_s)},{tokens}"
+            f" {signed_percent(self.gain)} ({slower}{' for the same tokens' * bool(tokens)});"
+            f" S from {before.slowdown:.3f} to {after.slowdown:.3f}"
         )
         if before.predicted:
             promises = ", ".join(f"{signed_percent(gain)} by {printable(what)}" for what, gain in before.predicted)
@@ -95,7 +107,7 @@ class Comparison:
             yield "The jobs have different names: is it the same job?"
 
     def values(self) -> dict[str, Any]:
-        """As JSON holds it: ``gain``, ``predicted``, ``changes`` (with ``change``), and both sides in short."""
+        """As JSON: ``gain`` (for the same tokens), ``predicted``, ``changes`` (with ``change``), and both sides in short."""
         return finite(
             {
                 "gain": self.gain,
@@ -109,7 +121,14 @@ class Comparison:
 
 def _values(one: Summary) -> dict[str, Any]:
     lost = {cause: share * (one.slowdown - 1) for cause, share in one.causes.items()}
-    return {"name": one.name, "step_s": one.step_s, "S": one.slowdown, "causes": one.causes, "lost_over_ideal": lost}
+    return {
+        "name": one.name,
+        "step_s": one.step_s,
+        "tokens": one.tokens,
+        "S": one.slowdown,
+        "causes": one.causes,
+        "lost_over_ideal": lost,
+    }
 
 
 def summary_of(report: Report) -> Summary:
@@ -117,6 +136,7 @@ def summary_of(report: Report) -> Summary:
     return Summary(
         report.name,
         report.step_s,
+        report.tokens,
         found.slowdown.slowdown,
         dict(found.causes),
         {(check.cause, check.symptom): check.answer for check in found.checklist},
@@ -164,6 +184,7 @@ def _parse(values: dict[str, Any]) -> Summary:
     return Summary(
         printable(_text(values["job"], "name")) or "a job without a name",
         sum(steps) / len(steps),
+        None if values.get("tokens") is None else reading.positive(values["tokens"], "tokens"),
         reading.positive(values.get("S"), "S"),
         {name: _share(share, f"causes.{name}") for name, share in values["causes"].items()},
         answers,

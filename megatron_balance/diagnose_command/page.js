@@ -142,7 +142,9 @@
   function drawSteps() {
     const c = colours();
     const { pen, width, height } = surface(find("steps"), 170);
-    const highest = 1.05 * Math.max(...data.actual, ...data.ideal);
+    let highest = 0; // of any number of steps: they are too many for the arguments of a function
+    for (const values of [data.actual, data.ideal]) for (const value of values) if (value > highest) highest = value;
+    highest *= 1.05;
     const bar = stepBars(width);
     const y = (value) => height - plot.bottom - (value / highest) * (height - plot.top - plot.bottom);
     for (const at of ticks(highest, 4)) {

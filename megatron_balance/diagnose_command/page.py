@@ -14,12 +14,12 @@ from typing import Any
 
 import numpy as np
 
-from megatron_balance.diagnose_command.report import Report, finite, hours, percent, printable, ratio, seconds
+from megatron_balance.diagnose_command.report import Report, finite, hours, printable, ratio
 from megatron_balance.diagnose_command.timeline import IDEAL, REAL, StepTimeline, step_timelines
 from megatron_balance.diagnosis.replay import Replay
 from megatron_balance.diagnosis.result import NO, YES, Check, Fix
 from megatron_balance.diagnosis.trace import BACKWARD, COMBINED, FORWARD
-from megatron_balance.pipeline.show import signed_percent
+from megatron_balance.figures import percent, seconds, signed_percent
 
 MOST_OPERATIONS = 120_000  # drawn operations in a file: about 2.5 MB
 _MOST_DP_RANKS = 16

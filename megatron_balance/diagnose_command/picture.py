@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from megatron_balance.diagnose_command.report import Report, percent, ratio, seconds
+from megatron_balance.diagnose_command.report import Report, ratio
 from megatron_balance.diagnose_command.timeline import IDEAL, REAL, StepTimeline
 from megatron_balance.diagnosis.trace import BACKWARD, COMBINED, FORWARD
-from megatron_balance.pipeline.show import signed_percent
+from megatron_balance.figures import percent, seconds, signed_percent
 
 _FORWARD, _BACKWARD, _ONCE, _IDLE = "#2f6fc4", "#e08a2e", "#7b61b0", "#e9ecf1"
 _INK, _FAINT, _BAD = "#22262e", "#6b7280", "#b3261e"

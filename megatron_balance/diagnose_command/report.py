@@ -61,6 +61,14 @@ class Report:
         """Mean seconds of a step, replayed."""
         return float(self.diagnosis.slowdown.actual_s.mean())
 
+    @property
+    def tokens(self) -> float | None:
+        """Mean real tokens of a step, where the trace tells those of all ranks."""
+        sequences = self.trace.sequences
+        if sequences is None or (sequences.tokens < 0).any():
+            return None
+        return float(sequences.tokens.sum() / sequences.tokens.shape[0])
+
     @cached_property
     def stage_s(self) -> np.ndarray:
         """Mean seconds of a micro-batch's forward and backward pass by stage, shape [2, stages]; NaN where there is none."""
@@ -86,10 +94,10 @@ class Report:
 
         Keys: ``job`` (name and sizes), ``problems`` (what is missing or odd; what is said is then ``partial``); ``S``, ``S_t``
         (by kind of operation), ``S_w`` (rows: PP ranks, columns: DP ranks), ``S_stage``, ``S_dp`` (whole ranks), ``M_S``,
-        ``M_W``; ``steps`` (number, seconds recorded, replayed and ideal); ``stages`` (seconds of a micro-batch); ``causes``
-        (share of the slowdown), ``by_cause`` (the step over the step without it, all else as it was), ``verdict``,
-        ``worker``; ``waste_gpu_hours``, ``waste_per_day_gpu_hours``; ``checklist``; ``fix`` (the best one or null) and
-        ``fixes``. What cannot be measured is null.
+        ``M_W``; ``steps`` (number, seconds recorded, replayed and ideal); ``tokens`` (real ones, mean of a step); ``stages``
+        (seconds of a micro-batch); ``causes`` (share of the slowdown), ``by_cause`` (the step over the step without it, all else
+        as it was), ``verdict``, ``worker``; ``waste_gpu_hours``, ``waste_per_day_gpu_hours``; ``checklist``; ``fix`` (the best
+        one or null) and ``fixes``. What cannot be measured is null.
         """
         trace, found, slowdown = self.trace, self.diagnosis, self.diagnosis.slowdown
         sizes = trace.job.topology
@@ -119,6 +127,7 @@ class Report:
                     {"step": int(step), "recorded_s": recorded, "actual_s": actual, "ideal_s": ideal}
                     for step, recorded, actual, ideal in steps
                 ],
+                "tokens": self.tokens,
                 "stages": {"forward_s": forward_s, "backward_s": backward_s},
                 "causes": dict(found.causes),
                 "by_cause": dict(found.by_cause),
@@ -155,20 +164,8 @@ def printable(text: str) -> str:
     return "".join(each if each.isprintable() else "\ufffd" for each in str(text))
 
 
-def percent(share: float, digits: int = 1) -> str:
-    """A share; a dash where it is not a number."""
-    return f"{round(100 * share, digits) + 0.0:.{digits}f} %" if math.isfinite(share) else "-"
-
-
 def ratio(number: float | None) -> str:
     return f"{number:.3f}" if number is not None and math.isfinite(number) else "-"
-
-
-def seconds(time_s: float) -> str:
-    for unit, size in (("s", 1.0), ("ms", 1e-3)):
-        if time_s >= size:
-            return f"{time_s / size:.4g} {unit}"
-    return f"{time_s / 1e-6:.4g} us" if math.isfinite(time_s) else "-"
 
 
 def hours(gpu_hours: float) -> str:

@@ -15,9 +15,9 @@ from rich.table import Table
 from rich.text import Text
 
 from megatron_balance.diagnose_command.comparison import Comparison
-from megatron_balance.diagnose_command.report import Report, hours, percent, printable, ratio, seconds
+from megatron_balance.diagnose_command.report import Report, hours, printable, ratio
 from megatron_balance.diagnosis.result import HEALTHY, NO, UNKNOWN, YES, Check, Fix
-from megatron_balance.pipeline.show import signed_percent
+from megatron_balance.figures import percent, seconds, signed_percent
 
 _WIDTH, _NARROWEST, _WIDEST = 100, 40, 140
 _SHADES = " \u2591\u2592\u2593\u2588"
@@ -212,6 +212,10 @@ def render_comparison(comparison: Comparison) -> RenderableType:
     facts = _table("", "before", "after")
     facts.add_row("job", before.name, after.name)
     facts.add_row("step", seconds(before.step_s), seconds(after.step_s))
+    if before.tokens or after.tokens:
+        facts.add_row(
+            "tokens of a step", *(f"{one.tokens:,.0f}" if one.tokens else "unknown" for one in (before, after))
+        )
     facts.add_row("S", ratio(before.slowdown), ratio(after.slowdown))
     for cause in dict.fromkeys((*before.causes, *after.causes)):
         shares = (one.causes.get(cause, 0.0) * (one.slowdown - 1) for one in (before, after))

@@ -38,7 +38,6 @@ from megatron_balance.pipeline.chain import stage_costs
 if TYPE_CHECKING:
     from megatron_balance.schedule.simulate import Simulator
 
-_TELLING = (slice(0, 1), slice(1, -1))  # stages that tell what a layer costs, of two and of more
 _NO_FITS = {"forward_fit": (0.0, 0.0), "backward_fit": (0.0, 0.0)}
 
 
@@ -52,7 +51,7 @@ class RecordedSplit:
         layers: of each stage; stage ``chunk * PP + rank`` is a rank's chunk.
 
     Raises:
-        BalanceError: another number of stages than the trace has, or stages between the ends without layers.
+        BalanceError: another number of stages than the trace has, or fewer layers than none.
     """
 
     replay: Replay
@@ -64,8 +63,8 @@ class RecordedSplit:
         given = ",".join(map(str, layers))
         if len(layers) != stages:
             raise BalanceError(f"layers {given} are of {len(layers)} stages, the trace has {stages}: give each stage's")
-        if min(layers) < 0 or not all(layers[_TELLING[stages > 2]]):
-            raise BalanceError(f"layers {given}: a stage without layers tells nothing of what one costs; correct them")
+        if min(layers) < 0:
+            raise BalanceError(f"layers {given}: no stage holds fewer than none; correct them")
 
     @cached_property
     def step_s(self) -> float:
@@ -106,9 +105,9 @@ class RecordedSplit:
         """
         ranks = self.replay.trace.job.topology.pipeline_size
         held, recorded = (np.reshape(each, (-1, ranks)).sum(axis=0) for each in (layers, self.layers))
-        more = held / recorded - 1
-        gather, scatter, optimizer = (self._median_s(kind) for kind in (GATHER, SCATTER, OPTIMIZER))
         inner = slice(1, -1) if ranks > 2 else slice(None)  # has no embedding table
+        more = (held - recorded) / recorded[inner].mean()
+        gather, scatter, optimizer = (self._median_s(kind) for kind in (GATHER, SCATTER, OPTIMIZER))
         middle = [float(np.mean(kind[inner])) for kind in (gather, scatter, optimizer)]
         slowest = float((optimizer + more * middle[2]).max() - optimizer.max())
         return self.rest_s + float(more[0]) * (middle[0] + middle[1]) + slowest
@@ -173,15 +172,16 @@ def chain_of(typical_s: np.ndarray, layers: Sequence[int], noted_embedding_s: np
         noted_embedding_s: of the first stage's pass, what the embedding takes, [2]; None where it was not noted.
 
     Raises:
-        BalanceError: one stage, which cannot tell layers from embedding and head; stages that would have to tell and have no
-            layers; or layers that cost nothing.
+        BalanceError: one stage, which cannot tell layers from embedding and head; no stage between the ends (of two, the first)
+            has layers; or layers that cost nothing.
     """
     held = np.array(layers)
-    telling = _TELLING[held.size > 2]
     if held.size == 1:
         raise BalanceError("one stage does not tell what layers, embedding and head cost apart")
-    if not held[telling].all():
-        raise BalanceError("a stage without layers tells nothing of what one costs")
+    between = np.arange(1, held.size - 1) if held.size > 2 else np.zeros(1, dtype=int)
+    telling = between[held[between] > 0]
+    if not telling.size:
+        raise BalanceError("no stage tells what a layer costs: none between the ends (of two, the first) has any")
     elements_s = []
     noted_s = [None, None] if noted_embedding_s is None else noted_embedding_s
     for typical, noted in zip(typical_s, noted_s, strict=True):
@@ -189,7 +189,7 @@ def chain_of(typical_s: np.ndarray, layers: Sequence[int], noted_embedding_s: np
         each_s = np.array([first, *typical[1:]])[telling] / held[telling]
         layer_s = float(np.median(each_s))
         if noted is None:
-            spread_s = np.ptp(each_s) * held[0] if held.size > 3 else 0.1 * typical[0]
+            spread_s = np.ptp(each_s) * held[0] if telling.size > 1 else 0.1 * typical[0]
             left_s = float(first - held[0] * layer_s) if held.size > 2 else 0.0
             noted = left_s if left_s > spread_s else 0.0
         elements_s.append((float(noted), layer_s, max(0.0, float(typical[-1] - held[-1] * layer_s))))

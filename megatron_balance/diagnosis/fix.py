@@ -102,12 +102,15 @@ def _splits(causes: Causes, split: RecordedSplit | None) -> list[Fix]:
         found = proposals(split)
     except BalanceError as error:
         return [_even_stages(causes, str(error))]
+    depths = int(
+        causes.replay.trace.job.shapes.get("mtp_num_layers") or 0
+    )  # of multi-token prediction: Megatron counts the m
     if found[WITHIN] == found[FREE]:
         del found[FREE]
     return [
         Fix(
             STAGE_SPLIT,
-            (f"--pipeline-model-parallel-layout {shlex.quote(str(Layout.of(layers)))}",),
+            (f"--pipeline-model-parallel-layout {shlex.quote(str(Layout.of(layers, depths)))}",),
             predicted_step_s=split.step_with_s(layers),
             present_step_s=split.step_s,
             memory=memory,

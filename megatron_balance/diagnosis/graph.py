@@ -108,24 +108,28 @@ class Group:
     sent: tuple[int, ...] = ()
 
 
-def calls_of(nodes: Nodes, stages: int, start_s: np.ndarray, end_s: np.ndarray) -> list[list[tuple[int, ...]]]:
+Calls = list[list[tuple[int, ...]]]  # of each pipeline rank in turn, the operations of each
+
+
+def calls_of(nodes: Nodes, stages: int, start_s: np.ndarray, end_s: np.ndarray) -> Calls:
     """Of each pipeline rank its operations in turn, those of one call together: transfers that begin and end at once.
 
     Args:
         nodes: the operations, each rank's from the end of the one before.
         stages: pipeline ranks.
-        start_s, end_s: of each operation in one recorded cell, shape [nodes].
+        start_s, end_s: as recorded, shape [steps, nodes, lanes]. Those of the first cell give the turn. What begins and ends at
+            once is one call if it does so in all cells: in one of them two calls may look alike, as clocks tick in microseconds.
     """
     moves = np.array([name in TRANSFERS for name in nodes.kinds], dtype=bool)[nodes.kind]
-    ranks: list[list[tuple[int, ...]]] = []
+    ranks: Calls = []
     for stage in range(stages):
         mine = np.flatnonzero(nodes.stage == stage)
-        turn = mine[np.lexsort((end_s[mine], start_s[mine]))]
+        turn = mine[np.lexsort((end_s[0, mine, 0], start_s[0, mine, 0]))]
         calls: list[tuple[int, ...]] = []
         for node in map(int, turn):
             before = calls[-1][0] if calls else node
-            at_once = start_s[node] == start_s[before] and end_s[node] == end_s[before]
-            if calls and at_once and moves[node] and moves[before]:
+            transfers = calls and moves[node] and moves[before]
+            if transfers and all((marks_s[:, node] == marks_s[:, before]).all() for marks_s in (start_s, end_s)):
                 calls[-1] += (node,)
             else:
                 calls.append((node,))
@@ -138,7 +142,7 @@ def groups_of(
     topology: Topology,
     start_s: np.ndarray,
     end_s: np.ndarray,
-    in_turn: bool = False,
+    calls: Calls | None = None,
     sends_ahead: bool = False,
 ) -> tuple[Group, ...]:
     """All operations of a step, each after what it waits for.
@@ -147,18 +151,19 @@ def groups_of(
         nodes: the operations.
         topology: sizes of the pipeline.
         start_s, end_s: of each operation in one recorded cell, shape [nodes]. The ranks' passes are taken in this order; where
-            that has a circle, as damaged clocks make it, in that of Megatron's schedule, but not with ``in_turn``.
-        in_turn, sends_ahead: as in ``Job``.
+            that has a circle, as damaged clocks make it, in that of Megatron's schedule, but not with ``calls``.
+        calls: as ``calls_of`` gives them, where each rank's operations were recorded in turn (``Job.in_turn``).
+        sends_ahead: as in ``Job``.
 
     Raises:
         BalanceError: the operations wait for one another in a circle.
     """
     recorded = [_passes(nodes, stage, start_s) for stage in range(topology.pipeline_size)]
-    groups = _Builder(nodes, topology, start_s, end_s, recorded, in_turn, sends_ahead).groups()
-    if groups is None and not in_turn:
+    groups = _Builder(nodes, topology, start_s, end_s, recorded, calls, sends_ahead).groups()
+    if groups is None and calls is None:
         groups = _Builder(nodes, topology, start_s, end_s, _scheduled(nodes, topology)).groups()
     if groups is None:
-        orders = "the recorded order" if in_turn else "the recorded order and in that of Megatron's schedule"
+        orders = "the recorded order" if calls is not None else "the recorded order and in that of Megatron's schedule"
         raise BalanceError(
             f"the operations wait for one another in a circle, in {orders}: "
             "the clocks or the micro-batch numbers of the trace are damaged"
@@ -217,7 +222,7 @@ class _Builder:
         start_s: np.ndarray,
         end_s: np.ndarray,
         passes: list[list[int]],
-        in_turn: bool = False,
+        calls: Calls | None = None,
         sends_ahead: bool = False,
     ) -> None:
         self.nodes, self.topology, self.passes = nodes, topology, passes
@@ -227,6 +232,7 @@ class _Builder:
         self.partners: list[list[int]] = []
         self.sends_ahead, self.sent = sends_ahead, {}
         self.transfers: dict[tuple[str, int, int, int], int] = {}
+        in_turn = calls is not None
         is_merged = in_turn and COMBINED in nodes.kinds
         for stage in range(topology.pipeline_size):
             if not is_merged:
@@ -237,14 +243,14 @@ class _Builder:
                 self._data_parallel(stage)
                 self._rest(stage)
         if in_turn:
-            self._take_turns()
+            self._take_turns(calls)
         if not is_merged:
             self._pair_transfers()
         self._meet()
 
-    def _take_turns(self) -> None:
-        for calls in calls_of(self.nodes, self.topology.pipeline_size, self.start_s, self.end_s):
-            for before, after in pairwise(calls):
+    def _take_turns(self, calls: Calls) -> None:
+        for of_rank in calls:
+            for before, after in pairwise(of_rank):
                 for node in after:
                     self.waits[node] += before
 

@@ -85,10 +85,10 @@ class Replay:
             }
         self.nodes = Nodes(kinds=kinds, **labels)
         self.start_s, self.end_s = start_s, end_s
+        calls = calls_of(self.nodes, stages, start_s, end_s) if in_turn else None
         cell = start_s[0, :, 0], end_s[0, :, 0]
-        self.groups = groups_of(self.nodes, trace.job.topology, *cell, in_turn, trace.job.sends_ahead)
-        turns = calls_of(self.nodes, stages, *cell) if in_turn else []
-        self._calls = [call for calls in turns for call in calls if len(call) > 1]
+        self.groups = groups_of(self.nodes, trace.job.topology, *cell, calls, trace.job.sends_ahead)
+        self._calls = [call for of_rank in calls or () for call in of_rank if len(call) > 1]
 
     @cached_property
     def actual_s(self) -> np.ndarray:

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any
 
+from megatron_balance.command_line.derived import check_expert_ranks, check_weight_shards
 from megatron_balance.costs.chain import ChainCosts
 from megatron_balance.costs.transfer import transfer_s
 from megatron_balance.errors import BalanceError, MemoryLack
@@ -29,6 +30,7 @@ from megatron_balance.megatron.split_arguments import (
     pattern_of,
     refuse_given_split,
     split_flag,
+    takes_mtp,
     write_split,
 )
 from megatron_balance.model import ModelSpec, refuse_uncovered
@@ -40,7 +42,7 @@ from megatron_balance.pipeline.show import render_plan
 from megatron_balance.planning.costs import fingerprint
 from megatron_balance.planning.planner import plan_job
 from megatron_balance.reporting import say
-from megatron_balance.topology import Topology
+from megatron_balance.topology import Topology, virtual_size_of
 
 # --- before validation ------------------------------------------------------------------------------------------------
 
@@ -73,6 +75,7 @@ def before_validation(args: Any, options: Options) -> None:
 
 def _refuse_conflicts(args: Any) -> None:
     refuse_uncovered(vars(args))
+    check_weight_shards(vars(args))
     refuse_given_split(args)
     for name, value in (
         ("decoder-first-pipeline-num-layers", args.decoder_first_pipeline_num_layers),
@@ -96,6 +99,11 @@ def _refuse_conflicts(args: Any) -> None:
         raise BalanceError(
             "--num-layers-per-virtual-pipeline-stage and --num-virtual-stages-per-pipeline-rank both give the number of"
             " virtual stages: leave one out"
+        )
+    if args.mtp_num_layers and pattern_of(args) is None and not takes_mtp():
+        raise BalanceError(
+            f"this Megatron has no place for multi-token prediction in a layout (0.13): leave --mtp-num-layers or {FLAG} out, or"
+            " update Megatron"
         )
     if args.num_layers is None and pattern_of(args) is None:
         raise BalanceError(f"{FLAG} needs --num-layers")
@@ -124,6 +132,8 @@ def _pretend_world_size(args: Any, world_size: int) -> None:
             f" {args.tensor_model_parallel_size} * {args.pipeline_model_parallel_size} * {args.context_parallel_size}"
             f" = {replica} processes"
         )
+    if world_size:
+        check_expert_ranks(vars(args), world_size)
     args.world_size = world_size or replica
     args.tensorboard_dir, args.wandb_project = None, ""  # a dry run leaves no record
 
@@ -136,7 +146,7 @@ def _virtual_size(args: Any) -> int:
     if per_stage is None:
         return 1
     layers = num_layers(args)
-    size = max(1, round(layers / (args.pipeline_model_parallel_size * per_stage)))
+    size = virtual_size_of(layers, args.pipeline_model_parallel_size, per_stage)
     say(
         f"megatron-balance: --num-layers-per-virtual-pipeline-stage {per_stage} makes {size} virtual stage(s) a rank:"
         f" {layers} layers / ({args.pipeline_model_parallel_size} ranks * {per_stage}), rounded"
@@ -178,8 +188,7 @@ def after_globals(args: Any, options: Options) -> None:
         print_deferred_arguments()
     if plan is not None:
         say(render_plan(plan))
-        if pattern_of(args) is not None:
-            say(f"  {split_flag(args, layout)}")
+        say(f"\n{split_flag(args, layout)}")
     if options.dry_run is not None:
         sys.exit(0)
     registry.apply(stored_layout.SAVE)

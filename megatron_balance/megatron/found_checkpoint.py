@@ -95,6 +95,11 @@ def loads(args: Any) -> bool:
     return wanted and not getattr(args, "moe_use_upcycling", False)
 
 
+def is_remote(folder: str | None) -> bool:
+    """Whether a folder of checkpoints is none of a file system (``msc://...``): our file cannot be beside them."""
+    return folder is not None and "://" in str(folder)
+
+
 def _folder(args: Any) -> tuple[str, str, bool] | None:
     """(value of the load flag, folder of its checkpoint, whether that is a release), chosen as Megatron does."""
     from megatron.training import checkpointing

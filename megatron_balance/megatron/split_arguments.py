@@ -18,6 +18,7 @@ from megatron_balance.topology import Topology
 LAYOUT = "pipeline_model_parallel_layout"
 _PATTERN = "hybrid_layer_pattern"
 _OLD_PATTERNS = ("hybrid_override_pattern", "mtp_hybrid_override_pattern")  # validation moves them into `_PATTERN`
+_REFUSED = object()
 _MARK = "balanced_pipeline_layout"  # beside Megatron's own argument: what we wrote there
 
 
@@ -108,14 +109,24 @@ def mtp_stages(args: Any, options: Options, topology: Topology) -> tuple[int, ..
     return stock.mtp_stages(topology, pattern_of(args) is not None)
 
 
+def takes_mtp() -> bool:
+    """Whether a layout may have multi-token prediction at all, which those of 0.13 may not."""
+    return _checked("Et|mL") is not _REFUSED
+
+
 def _places_mtp_apart() -> bool:
     """Whether Megatron can have multi-token prediction away from the head: its check of such a layout says so.
 
     Older ones put it beside the head whatever the layout says.
     """
+    return _checked("Et|m|L") is True
+
+
+def _checked(layout: str) -> object:
+    """What Megatron's check of a layout of one layer and one depth of multi-token prediction returns."""
     from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
     try:
-        return PipelineParallelLayerLayout("Et|m|L", 3).validate_layer_layout(1, 1) is True
+        return PipelineParallelLayerLayout(layout, layout.count("|") + 1).validate_layer_layout(1, 1)
     except (AssertionError, NotImplementedError, TypeError, ValueError):
-        return False
+        return _REFUSED

@@ -22,6 +22,7 @@ from megatron_balance.megatron.found_checkpoint import (
     Checkpoint,
     ahead_of,
     find_checkpoint,
+    is_remote,
     loads,
     non_persistent_folder,
     text_beside,
@@ -68,12 +69,17 @@ def layout_to_keep(args: Any, options: Options) -> str | None:
     Raises:
         BalanceError: the checkpoint cannot be resumed with what was asked for.
     """
-    local = getattr(args, "non_persistent_ckpt_type", None) == "local"
-    if loads(args) and local and (options.replan or options.plan_file is None):
+    remote, hidden = any(map(is_remote, (args.load, getattr(args, "pretrained_checkpoint", None)))), None
+    if remote:
+        hidden = "checkpoints that are in no file system (://)"
+    elif getattr(args, "non_persistent_ckpt_type", None) == "local":
+        hidden = "local checkpoints (--non-persistent-ckpt-type local)"
+    if loads(args) and hidden and (options.replan or options.plan_file is None):
         raise BalanceError(
-            f"{FLAG} cannot see the layout of local checkpoints (--non-persistent-ckpt-type local):"
-            f" keep the plan with {FLAG}-plan FILE, and do not change it with {REPLAN}"
+            f"{FLAG} cannot see the layout of {hidden}: keep the plan with {FLAG}-plan FILE, and do not change it with {REPLAN}"
         )
+    if remote:
+        return None  # but the plan file's
 
     # In a process group Megatron's readers of checkpoints need all ranks.
     found = [find_checkpoint(args)] if loads(args) and dist.is_initialized() else None
@@ -260,7 +266,7 @@ def _file(args: Any, call: dict[str, Any]) -> Path | None:
         if args.non_persistent_ckpt_type != "global":  # local ones lie on each machine
             return None
         folder = non_persistent_folder(args, folder)
-    if folder is None or "iteration" not in call:
+    if folder is None or is_remote(folder) or "iteration" not in call:
         return None
     release = call.get("release", False)
     return Path(checkpointing.get_checkpoint_name(folder, call["iteration"], release, return_base_dir=True)) / FILE_NAME

@@ -111,6 +111,11 @@ def check_parallel_sizes(fields: Mapping[str, Any], arguments: Mapping[str, Any]
             sizes[f"ffn_hidden_size of {kind} layers"] = kind.ffn_hidden_size
     for name, size in sizes.items():
         check_divides(tensor, "tensor_model_parallel_size", size, name)
+    groups = fields["num_query_groups"]
+    if groups % tensor and tensor % groups:
+        raise BalanceError(
+            f"num_query_groups ({groups}) is no multiple or divisor of tensor_model_parallel_size ({tensor}): choose others"
+        )
     context = _size(arguments, "context_parallel_size", default=1)
     if context > 1:
         check_divides(2 * context, "2 * context_parallel_size", fields["seq_length"], "seq_length")

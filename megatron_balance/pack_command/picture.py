@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from megatron_balance.figures import signed_percent
 from megatron_balance.pack_command.text import short
-from megatron_balance.pipeline.show import signed_percent
 
 if TYPE_CHECKING:
     from megatron_balance.pack_command.report import Report

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megatron_balance.figures import percent, signed_percent
 from megatron_balance.pack_command.report import CHOPPED, OURS, UNDIVIDED, Bar, Outcome, Report
 from megatron_balance.packing.cost import FIXED
 from megatron_balance.packing.pieces import DROP, SPLIT, TRUNCATE
-from megatron_balance.pipeline.show import aligned, labelled, signed_percent
+from megatron_balance.pipeline.show import aligned, labelled
 
 _BAR_WIDTH = 24
 _LONG = {SPLIT: "split into bins and a rest", TRUNCATE: "truncated to a bin", DROP: "left out"}
@@ -47,13 +48,13 @@ def _facts(report: Report) -> Iterator[tuple[str, str]]:
     if request.assumed:
         yield "assumed", "; ".join(request.assumed)
     yield from _documents(report)
-    fill = f"{_percent(report.fill, 2)} of the bins' tokens in the mean of {report.batches_cut:,} steps"
-    yield "fill", f"{fill}, {_percent(report.least_fill, 2)} in the emptiest"
+    fill = f"{percent(report.fill, 2)} of the bins' tokens in the mean of {report.batches_cut:,} steps"
+    yield "fill", f"{fill}, {percent(report.least_fill, 2)} in the emptiest"
     yield "step", f"{short(report.tokens_per_batch)} tokens of {report.documents_per_batch:,.0f} documents"
     if len(report.data_sets) == 1:
         yield "epoch", f"{report.data_sets[0].batches_per_epoch:,.1f} steps"
     for one in report.data_sets if len(report.data_sets) > 1 else ():
-        yield "blend", f"{_percent(one.weight)} {one.name}: {one.batches_per_epoch:,.1f} steps an epoch"
+        yield "blend", f"{percent(one.weight)} {one.name}: {one.batches_per_epoch:,.1f} steps an epoch"
 
 
 def _job(report: Report) -> str:
@@ -77,7 +78,7 @@ def _costs(report: Report) -> str:
     own, whole = request.rule.seq_length, request.bin_cost
     attention_s = float(cost.attention_s([own]).sum())
     share = attention_s / (attention_s + float(whole.sequence.linear_s([own]).sum()))
-    return f"{request.cost_source}: of a document of {own:,} tokens attention is {_percent(share)}"
+    return f"{request.cost_source}: of a document of {own:,} tokens attention is {percent(share)}"
 
 
 def _documents(report: Report) -> Iterator[tuple[str, str]]:
@@ -88,9 +89,9 @@ def _documents(report: Report) -> Iterator[tuple[str, str]]:
     yield "documents", mean + (f"; {empty:,} of fewer than 2 tokens have no label" if empty else "")
     if long := sum(one.longer_than_bin for one in totals):
         lost = sum(one.labels - one.kept_labels for one in totals)
-        share = f", with them {_percent(lost / sum(one.labels for one in totals))} of all tokens" if lost else ""
+        share = f", with them {percent(lost / sum(one.labels for one in totals))} of all tokens" if lost else ""
         fate = _LONG[rule.long_documents]
-        yield "long ones", f"{long:,} ({_percent(long / documents)}) have more than a bin holds: {fate}{share}"
+        yield "long ones", f"{long:,} ({percent(long / documents)}) have more than a bin holds: {fate}{share}"
 
 
 def _lengths(report: Report) -> Iterator[str]:
@@ -102,7 +103,7 @@ def _lengths(report: Report) -> Iterator[str]:
     for bar in bars:
         shares = bar.documents / documents, bar.tokens / tokens
         drawn = [_bar(share / most) for share in shares]
-        lines.append((_range(bar), _percent(shares[0]), drawn[0], _percent(shares[1]), drawn[1]))
+        lines.append((_range(bar), percent(shares[0]), drawn[0], percent(shares[1]), drawn[1]))
     yield from aligned(lines, left=(2, 4))
 
 
@@ -149,8 +150,8 @@ def _row(report: Report, outcome: Outcome) -> tuple[str, ...]:
     time = outcome.s_per_token / report.ours.s_per_token
     return (
         outcome.name,
-        _percent(outcome.fill),
-        _percent(outcome.cut_documents),
+        percent(outcome.fill),
+        percent(outcome.cut_documents),
         f"{outcome.data_parallel_max_over_mean:.3f}",
         f"{outcome.micro_batch_max_over_mean:.2f}",
         f"{outcome.step_over_ideal:.3f}",
@@ -172,10 +173,10 @@ def _verdict(report: Report) -> Iterator[tuple[str, str]]:
     if chopped.s_per_token < ours.s_per_token:
         yield "chopping", "pads nothing, and saves the looks from one part of a cut document to the other"
     if chopped.cut_documents > ours.cut_documents:
-        stock, whole = _percent(chopped.cut_documents), _percent(ours.cut_documents)
+        stock, whole = percent(chopped.cut_documents), percent(ours.cut_documents)
         yield "cut", f"stock cuts {stock} of the documents, this plan {whole}"
     yield "limited by", report.limit
-    saved = _percent(report.above_bound)
+    saved = percent(report.above_bound)
     yield "bound", f"no placement of the same documents in the same bins saves more than {saved} of the step"
     if report.fallbacks:
         yield "fallback", f"{report.fallbacks} of {ours.steps} steps keep first-fit-decreasing's bins in a good order"
@@ -185,15 +186,11 @@ def _why(report: Report) -> str:
     stock, ours = report.outcome(UNDIVIDED), report.ours
     saved = 1 - ours.work_s_per_token / stock.work_s_per_token
     if saved >= 0:
-        work = f"it saves {_percent(saved)} of stock's work, as tokens attend to their own document alone"
+        work = f"it saves {percent(saved)} of stock's work, as tokens attend to their own document alone"
     else:
-        work = f"it adds {_percent(-saved)} to stock's work, which is padding"
-    waits = [_percent(1 - 1 / one.step_over_ideal) for one in (ours, stock)]
+        work = f"it adds {percent(-saved)} to stock's work, which is padding"
+    waits = [percent(1 - 1 / one.step_over_ideal) for one in (ours, stock)]
     return f"{work}; its ranks wait {waits[0]} of the step, stock's {waits[1]}"
-
-
-def _percent(share: float, digits: int = 1) -> str:
-    return f"{round(100 * share, digits) + 0.0:.{digits}f} %"
 
 
 def short(number: float) -> str:

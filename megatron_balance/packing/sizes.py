@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from megatron_balance.errors import BalanceError
 from megatron_balance.packing.grid import Grid
 from megatron_balance.topology import Topology
@@ -51,10 +53,11 @@ def grid_of(topology: Topology, expert_size: int = 1, expert_tensor_size: int | 
     """
     shards = expert_size * (expert_tensor_size or topology.tensor_size)
     replica = topology.tensor_size * topology.context_size
-    if max(shards, replica) % min(shards, replica) or topology.data_size % max(1, shards // replica):
+    together = math.lcm(shards, replica) // replica
+    if topology.data_size % together:
         raise BalanceError(
             f"experts on {shards} ranks (expert parallel {expert_size} * expert tensor parallel {shards // expert_size}) do not"
             f" fit {topology.data_size} data-parallel ranks of {replica} (tensor * context parallel): change"
-            " --expert-model-parallel-size or --data-parallel-size"
+            " --expert-model-parallel-size or the number of processes"
         )
-    return Grid(topology, max(1, shards // replica))
+    return Grid(topology, together)

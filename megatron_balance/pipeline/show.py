@@ -7,6 +7,8 @@ from collections.abc import Container, Iterator, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING
 
+from megatron_balance.figures import percent, seconds, signed_percent
+
 if TYPE_CHECKING:
     from megatron_balance.pipeline.plan import Plan  # whose search loads compiled code
 
@@ -15,13 +17,12 @@ _GB = 1e9
 _MOST_CHUNKS = 4  # whose busy shares are shown one by one
 
 
-def render_plan(plan: Plan, width: int = 100, with_layout: bool = True) -> str:
+def render_plan(plan: Plan, width: int = 100) -> str:
     """What was decided, on what costs, and what it gives.
 
     Args:
         plan: the plan.
         width: columns; longer values continue on the next line.
-        with_layout: whether to end with the layout.
     """
     costs = [
         ("costs", plan.costs_source),
@@ -29,7 +30,7 @@ def render_plan(plan: Plan, width: int = 100, with_layout: bool = True) -> str:
         ("head", _in_layers(plan.head_in_layers)),
     ]
     if plan.p2p_s:
-        costs.append(("transfer", f"{_duration(plan.p2p_s)} from stage to stage, by the device's link"))
+        costs.append(("transfer", f"{seconds(plan.p2p_s)} from stage to stage, by the device's link"))
     if plan.limit_bytes is not None:
         costs.append(("memory", f"at most {plan.limit_bytes / _GB:.2f} GB a rank"))
     outcome = [
@@ -40,8 +41,6 @@ def render_plan(plan: Plan, width: int = 100, with_layout: bool = True) -> str:
         ("bound", _bound(plan)),
         ("limited by", plan.limited_by),
     ]
-    if with_layout:
-        outcome.append(("layout", plan.layout))
     sections = [[labelled(*line, width) for line in lines] for lines in (costs, outcome)]
     return "\n".join([_title(plan), *sections[0], "", *_stage_table(plan), "", *sections[1]])
 
@@ -94,27 +93,27 @@ def _rank_row(plan: Plan, rank: int) -> tuple[str, ...]:
     """Layers, seconds of a micro-batch, peak memory where known, and busy share, over the rank's chunks."""
     chunks = slice(rank, None, plan.topology.pipeline_size)
     stages, shares = plan.stages[chunks], plan.busy_share[chunks]
-    busy = _percent(sum(shares))
+    busy = percent(sum(shares))
     if 1 < len(shares) <= _MOST_CHUNKS:
         busy = f"{' + '.join(f'{100 * share:.1f}' for share in shares)} = {busy}"
     memory = [] if plan.peak_bytes is None else [f"{plan.peak_bytes[rank] / _GB:.2f} GB"]
     return (
         " + ".join(str(stage.layers) for stage in stages),
-        _duration(sum(stage.forward_s for stage in stages)),
-        _duration(sum(stage.backward_s for stage in stages)),
+        seconds(sum(stage.forward_s for stage in stages)),
+        seconds(sum(stage.backward_s for stage in stages)),
         *memory,
         busy,
     )
 
 
 def _step(plan: Plan) -> str:
-    waiting = f"the ranks wait {_percent(plan.bubble)} of it (bubble)"
+    waiting = f"the ranks wait {percent(plan.bubble)} of it (bubble)"
     if not plan.update_s:
-        return f"{_duration(plan.step_s)} simulated; {waiting}"
+        return f"{seconds(plan.step_s)} simulated; {waiting}"
     pipeline_s = plan.step_s - plan.update_s
     return (
-        f"{_duration(plan.step_s)} simulated: the pipeline {_duration(pipeline_s)}, {waiting}; gradient norm and optimizer"
-        f" {_duration(plan.update_s)}"
+        f"{seconds(plan.step_s)} simulated: the pipeline {seconds(pipeline_s)}, {waiting}; gradient norm and optimizer"
+        f" {seconds(plan.update_s)}"
     )
 
 
@@ -125,7 +124,7 @@ def _uniform(plan: Plan) -> str:
         return "this is the uniform split"
     ratio = plan.uniform_step_s / plan.step_s
     if abs(ratio - 1) < 5e-4:
-        return f"{_duration(plan.uniform_step_s)}: as fast as this plan"
+        return f"{seconds(plan.uniform_step_s)}: as fast as this plan"
     return f"{_beside(plan.uniform_step_s, plan)}: this plan is {ratio:.3f} times faster"
 
 
@@ -140,19 +139,4 @@ def _bound(plan: Plan) -> str:
 
 def _beside(step_s: float, plan: Plan) -> str:
     """A step's seconds, and how much longer than the plan's that is."""
-    return f"{_duration(step_s)} ({signed_percent(step_s / plan.step_s - 1)})"
-
-
-def signed_percent(share: float) -> str:
-    return f"{round(100 * share, 1) + 0.0:+.1f} %"  # + 0.0: never -0.0
-
-
-def _percent(share: float) -> str:
-    return f"{100 * share:.1f} %"
-
-
-def _duration(seconds: float) -> str:
-    for unit, size in (("s", 1.0), ("ms", 1e-3)):
-        if seconds >= size:
-            return f"{seconds / size:.4g} {unit}"
-    return f"{seconds / 1e-6:.4g} us"
+    return f"{seconds(step_s)} ({signed_percent(step_s / plan.step_s - 1)})"

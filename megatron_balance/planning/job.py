@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron_balance.command_line import completed, read_command_line, topology_from_arguments
 from megatron_balance.hugging_face import arguments_from_config
-from megatron_balance.model import HybridPattern, ModelSpec, hybrid_pattern
+from megatron_balance.model import HybridPattern, ModelSpec, hybrid_pattern, layer_kinds
 from megatron_balance.pipeline import stock
 from megatron_balance.pipeline.layout import Layout
 from megatron_balance.topology import Topology
@@ -109,10 +109,13 @@ def read_job(
 
 
 def _with_virtual_stages(arguments: Mapping[str, Any], pattern: HybridPattern | None) -> Mapping[str, Any]:
-    """Lets ``--num-virtual-stages-per-pipeline-rank`` say how many stages a pattern without any is to get.
+    """Lets a flag for virtual stages say how many stages a pattern without any is to get.
 
     Megatron wants such a pattern to have its stages, which are what is planned here.
     """
-    if pattern is None or len(pattern.stages) > 1 or arguments.get("num_virtual_stages_per_pipeline_rank") is None:
+    each = arguments.get("num_layers_per_virtual_pipeline_stage")
+    asked = each or arguments.get("num_virtual_stages_per_pipeline_rank")
+    if pattern is None or len(pattern.stages) > 1 or asked is None:
         return arguments
-    return {name: value for name, value in arguments.items() if name not in _PATTERNS}
+    without = {name: value for name, value in arguments.items() if name not in _PATTERNS}
+    return without if each is None else {**without, "num_layers": len(layer_kinds(arguments))}

@@ -9,6 +9,7 @@ from typing import Any
 from megatron_balance.costs.chain import ChainCosts
 from megatron_balance.costs.devices import Device
 from megatron_balance.costs.memory import ChainMemory, Optimizer, chain_memory
+from megatron_balance.errors import BalanceError
 from megatron_balance.model import ModelSpec
 from megatron_balance.pipeline import stock
 from megatron_balance.pipeline.layout import Layout, parse_layout
@@ -123,10 +124,15 @@ def layout_of_wish(
     Raises:
         BalanceError: it is not one of this job.
     """
-    if like == UNIFORM:
-        return Layout.of(stock.even_split(num_layers, topology), mtp_num_layers)
-    layout = parse_layout(like)
-    stock.check_layout(layout, num_layers, mtp_num_layers, topology, mtp_last)
+    try:
+        if like == UNIFORM:
+            return Layout.of(stock.even_split(num_layers, topology), mtp_num_layers)
+        layout = parse_layout(like)
+        stock.check_layout(layout, num_layers, mtp_num_layers, topology, mtp_last)
+    except BalanceError as error:
+        raise BalanceError(
+            f"--balanced-pipeline-memory-like {like}: {error}; name a layout of this job, or give --balanced-pipeline-memory-gb"
+        ) from error
     return layout
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron_balance.errors import BalanceError
+from megatron_balance.figures import percent, signed_percent
 from megatron_balance.pipeline.plan import Plan
-from megatron_balance.pipeline.show import aligned, labelled, render_plan, signed_percent
+from megatron_balance.pipeline.show import aligned, labelled, render_plan
 from megatron_balance.planning.formats import bridge_line, deepspeed_class, deepspeed_parts, layers_flags
 from megatron_balance.planning.report import Report
 from megatron_balance.planning.study import Alternative
@@ -28,7 +29,7 @@ def render_report(report: Report, layout_format: str, width: int = 100) -> str:
     """
     pasted = layout_to_paste(report, layout_format)
     sections = [
-        render_plan(report.plan, width, with_layout=False),
+        render_plan(report.plan, width),
         "\n".join(labelled(label, text, width) for label, text in _verdict(report)),
         "\n".join(_alternatives(report)),
         "\n".join(_sensitivity(report)),
@@ -66,10 +67,10 @@ def _verdict(report: Report) -> Iterator[tuple[str, str]]:
     plan, rival = report.plan, report.rival
     if rival is not None:
         gain = rival.step_s / plan.step_s - 1
-        text = f"{_percent(gain)} over the best of Megatron's flags, {rival.name}"
+        text = f"{percent(gain)} over the best of Megatron's flags, {rival.name}"
         if gain < _WORTH_IT:
             most = rival.step_s / plan.bound_s - 1
-            text += f": keep that; no split can gain more than {_percent(most)}"
+            text += f": keep that; no split can gain more than {percent(most)}"
         yield "gain", text
     if (more := _more_memory(report)) is not None:
         yield "memory", more
@@ -92,11 +93,7 @@ def _more_memory(report: Report) -> str | None:
 
 
 def _gain(plan: Plan, other: Plan) -> str:
-    return _percent(plan.step_s / other.step_s - 1)
-
-
-def _percent(share: float) -> str:
-    return f"{round(100 * share, 1) + 0.0:.1f} %"  # + 0.0: never -0.0
+    return percent(plan.step_s / other.step_s - 1)
 
 
 def _ways_out(report: Report) -> str | None:

@@ -11,7 +11,7 @@ usage: [VARIABLE=VALUE ...] bash scripts/launch/torchrun.sh [--dry-run] MODEL [M
 Runs torchrun with -m megatron_balance.run and --balanced-pipeline --varlen-packing --calculate-per-token-loss.
 MODEL: $(cd "$here/models" && printf '%s ' *.sh | sed 's/\.sh//g')
 
-  --dry-run   plan for NNODES x GPUS_PER_NODE GPUs, print the plan and what a global batch looks like, and stop; needs no GPU
+  --dry-run   plan for NNODES x GPUS_PER_NODE GPUs, print the plan and what attention within documents costs, and stop; needs no GPU
               (GPU, default H100, says for which)
   -h, --help  this text
 
@@ -84,10 +84,10 @@ script=()
 [ -z "${MEGATRON_LM:-}" ] || script=("$MEGATRON_LM/pretrain_gpt.py")
 
 if $dry_run; then
-    exec python -m megatron_balance.run --device cpu "${script[@]}" "${flags[@]}" \
+    exec python -m megatron_balance.run --device cpu ${script[@]+"${script[@]}"} "${flags[@]}" \
         "--balanced-pipeline-dry-run=$((NNODES * GPUS_PER_NODE))" --balanced-pipeline-device "${GPU:-H100}" "$@"
 fi
 export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1}  # Megatron insists on it
 exec python -m torch.distributed.run --nproc-per-node "$GPUS_PER_NODE" --nnodes "$NNODES" --node-rank "$NODE_RANK" \
     --master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT" \
-    -m megatron_balance.run --device "${DEVICE:-cuda}" "${script[@]}" "${flags[@]}" "${gpu_only[@]}" "$@"
+    -m megatron_balance.run --device "${DEVICE:-cuda}" ${script[@]+"${script[@]}"} "${flags[@]}" ${gpu_only[@]+"${gpu_only[@]}"} "$@"

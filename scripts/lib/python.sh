@@ -17,7 +17,7 @@ PYTHON
 # python_candidates MIN: commands and paths that may be a Python, the oldest minor version first: packages with compiled
 # parts reach a new Python last.
 python_candidates() {
-    local minor pyenv_root=${PYENV_ROOT:-$HOME/.pyenv}
+    local minor pyenv_root=${PYENV_ROOT:-${HOME:-}/.pyenv}
     for minor in $(seq "${1#*.}" 20); do
         type -ap "python3.$minor" || true
         printf '%s\n' "$pyenv_root/versions/3.$minor".*/bin/python

@@ -73,7 +73,7 @@ def _compare(out: Path, quick: bool) -> int:
         Proof.of(STAGE_SPLIT, job.trace(UNIFORM), job.trace(BALANCED)),
         Proof.of(SEQUENCE_LENGTHS, launcher.trace(jobs.STOCK), launcher.trace(jobs.PACKED)),
     ]
-    packed = comparison.Summary.of(launcher, proofs[1])
+    packed = comparison.Summary.of(proofs[1], launcher.case.pairs)
     console.print("", comparison.table(packed), "", proof.table(proofs), "")
     results = {**summary.to_json(), "packing": asdict(packed), "diagnosis": [one.to_json() for one in proofs]}
     write_atomically(out / "summary.json", json.dumps(results, indent=2) + "\n")

@@ -191,8 +191,10 @@ def torchrun(processes: int) -> list:
 
 
 def traced(folder: Path, warmup: int, steps: int) -> list:
-    """Flags that record the steps between the first ``warmup`` of ``steps`` and the last one."""
-    return ["--straggler-trace", folder, "--straggler-trace-steps", f"{warmup + 1}:{steps}"]
+    """Flags that record the steps between the first ``warmup`` of ``steps`` and the last one, and keep the garbage collector,
+    whose pauses of up to a fifth of a second happen to hit one rank and one job, out of them.
+    """
+    return ["--straggler-trace", folder, "--straggler-trace-steps", f"{warmup + 1}:{steps}", "--manual-gc"]
 
 
 def run(

@@ -57,7 +57,7 @@ class Proof:
     def predicted(self) -> float:
         """Step before over step after as predicted from the trace before; 1 where no fix was found.
 
-        For a split, that which was trained.
+        For a split, that which was trained; of sequence lengths, of the same tokens.
         """
         before, layers = self.before, self.after.trace.job.layers
         if self.cause == STAGE_SPLIT:
@@ -67,7 +67,7 @@ class Proof:
 
     @cached_property
     def measured(self) -> float:
-        """The same by the clock.
+        """The same by the clock, for the same tokens: packed bins have empty places, and what fills less trains sooner.
 
         The steps of a split are alike, and the median of pairs withstands disturbances. Steps of other documents are not: they
         even out in all together.
@@ -75,7 +75,7 @@ class Proof:
         before_s, after_s = (report.diagnosis.slowdown.recorded_s for report in (self.before, self.after))
         if self.cause == STAGE_SPLIT and before_s.size == after_s.size:
             return float(np.median(before_s / after_s))
-        return float(before_s.mean() / after_s.mean())
+        return float(before_s.mean() / after_s.mean() * self.comparison.tokens_ratio)
 
     @property
     def off(self) -> float:
@@ -83,10 +83,16 @@ class Proof:
         return self.predicted / self.measured - 1
 
     @cached_property
+    def comparison(self) -> Comparison:
+        """As `megatron-balance diagnose --before --after` shows it."""
+        return Comparison(summary_of(self.before), summary_of(self.after))
+
+    @cached_property
     def symptoms(self) -> tuple[Change, ...]:
         """Lines of the checklist that said yes before."""
-        changes = Comparison(summary_of(self.before), summary_of(self.after)).changes
-        return tuple(change for change in changes if change.cause == self.cause and change.before == YES)
+        return tuple(
+            change for change in self.comparison.changes if change.cause == self.cause and change.before == YES
+        )
 
     @property
     def stays(self) -> tuple[Change, ...]:
@@ -102,8 +108,8 @@ class Proof:
             yield f"the symptom of {self.cause} {change.symptom!r} reads {change.after!r} after the fix"
         if abs(self.off) > OFF:
             yield (
-                f"the step is {self.measured:.3f} times as long before as after, {self.predicted:.3f} times was predicted:"
-                f" {self.off:+.1%}"
+                f"the same tokens take {self.measured:.3f} times as long before as after, {self.predicted:.3f} times was"
+                f" predicted: {self.off:+.1%}"
             )
 
     def to_json(self) -> dict:
@@ -132,7 +138,7 @@ def table(proofs: Sequence[Proof]) -> Table:
             f"{report.diagnosis.slowdown.slowdown:.3f}" for report in (one.before, one.after)
         ),
         "symptoms gone": lambda one: f"{len(one.symptoms) - len(one.stays)} of {len(one.symptoms)}",
-        "step before over after, predicted": lambda one: f"{one.predicted:.3f}",
+        "seconds before over after, of the same tokens, predicted": lambda one: f"{one.predicted:.3f}",
         "measured": lambda one: f"[bold]{one.measured:.3f}[/bold]",
     }
     for name, cell in rows.items():

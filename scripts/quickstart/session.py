@@ -41,6 +41,7 @@ def run(out: Path, work: Callable[[Path], int]) -> int:
         return 2
     try:
         with _alone_in(out):
+            say("Steps are timed, on all cores: whatever else runs meanwhile makes the figures uncertain.")
             return work(out)
     except (BalanceError, LaunchFailed, MeasurementFailed) as failure:
         say(str(failure))

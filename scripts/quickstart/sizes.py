@@ -9,21 +9,23 @@ from quickstart.packed.jobs import BLEND, Case
 
 CORPUS_BYTES = 12_000_000  # enough for a tokenizer to learn 64k entries
 
-# Layers, head and embedding such that the split pays on any CPU: the head is as much as 10 to 20 of these layers, more
-# on a machine that is quick to start small operations, and all layers in one stage are a good answer in that range.
+# A head of about nine layers, so that the split pays. Many tokens and a narrow model have operations that are long enough to be
+# steady; a larger head would have the other stage wait longer, and a core that has waited computes more slowly for a while.
 CPU = Size(
     layers=16,
-    hidden=256,
+    hidden=128,
     heads=4,
-    vocabulary=65536,
+    vocabulary=24_576,
     sequence=128,
-    micro_batch=2,
+    micro_batch=8,
     microbatches=8,
     warmup=1,
-    pairs=16,
+    pairs=12,
 )
 # GPUs need wider layers and more tokens before arithmetic, not launching kernels, takes the time.
-GPU = replace(CPU, hidden=1024, heads=16, sequence=1024, micro_batch=4, microbatches=16, warmup=5, pairs=50)
+GPU = replace(
+    CPU, hidden=1024, heads=16, vocabulary=65_536, sequence=1024, micro_batch=4, microbatches=16, warmup=5, pairs=50
+)
 
 # Few and narrow layers, a small vocabulary and long documents, so that attention takes the time. A bin of many documents on each
 # of two ranks: stock Megatron deals one of them long documents and the other short ones, packing gives both their part of either.

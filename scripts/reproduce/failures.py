@@ -66,14 +66,8 @@ def _text_of_files(out: Path, device: str, pairs: int, progress: Progress) -> Pa
 
 
 def _size(device: str) -> Size:
-    """With a head that leaves stages of whole layers even: what is left of the bubble is then no split's.
-
-    On a CPU with many tokens and a narrow model, whose operations are long enough to be steady, and a head of a few layers: a core
-    that has waited computes more slowly for a while, the more so the longer, which no replay foresees.
-    """
-    if device == "cuda":
-        return replace(split_size(device), vocabulary=57_344)
-    return replace(split_size(device), hidden=128, vocabulary=14_336, micro_batch=8)
+    """With a head that leaves stages of whole layers even: what is left of the bubble is then no split's."""
+    return replace(split_size(device), vocabulary=57_344 if device == "cuda" else 14_336)
 
 
 def _train_split(run: Run, progress: Progress) -> tuple[Path, ...]:

@@ -66,7 +66,10 @@ def _naming(split: Split) -> Iterator[None]:
     try:
         yield
     except BalanceError as error:
-        raise BalanceError(f"{split.name} data: {error}") from error
+        more = (
+            "" if split == Split.train else ", give them more with --split, or leave evaluation out with --eval-iters 0"
+        )
+        raise BalanceError(f"{split.name} data: {error}{more}") from error
 
 
 def _built(split: Split, num_items: int | None, with_tokens: bool) -> Any:

@@ -7,7 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_balance.command_line.derived import check_weight_shards
 from megatron_balance.errors import BalanceError
+from megatron_balance.megatron.found_checkpoint import is_remote
 from megatron_balance.model import refuse_uncovered
 from megatron_balance.packing.cost import SHAPES
 from megatron_balance.packing.pieces import LONG_DOCUMENTS, SPLIT, TRUNCATE
@@ -137,6 +139,7 @@ _OTHER_PACKER = "it packs by a rule of its own: leave one of the two out"
 _BY_PLACE = (
     "a teacher's values are stored by place in stock's batches, and packed ones hold other tokens there: leave it out"
 )
+_BESIDE = "a resume finds the place in the data in a file beside checkpoints"
 _FIXED_ITEMS = "every item has its place in a global batch that is planned as a whole: leave it out"
 
 CONFLICTS = (
@@ -181,7 +184,17 @@ CONFLICTS = (
         "non_persistent_ckpt_type",
         _one_of("local"),
         "--non-persistent-ckpt-type local",
-        "a resume finds the place in the data beside global checkpoints only: take global",
+        f"{_BESIDE}, global ones only: take global",
+    ),
+    *(
+        Conflict(name, is_remote, f"--{name} of a storage that is no file system (://)", f"{_BESIDE}: take a folder")
+        for name in ("save", "load")
+    ),
+    Conflict(
+        "object_storage_cache_path",
+        bool,
+        "--object-storage-cache-path",
+        "documents are read from a file system: copy the data there",
     ),
     Conflict("phase_transition_iterations", bool, "--phase-transition-iterations", _FIXED_ITEMS),
     Conflict("iterations_to_skip", bool, "--iterations-to-skip", _FIXED_ITEMS),
@@ -224,6 +237,7 @@ def refuse_conflicts(args: Any) -> None:
             raise BalanceError(f"{FLAG} cannot be used with {conflict.flag}: {conflict.reason}")
     refuse_uncovered(without_spec(args), FLAG, f"Leave out {FLAG}.")
     _check_graphs(args)
+    check_weight_shards(vars(args))
     if getattr(args, "full_validation", False):
         _check_full_validation(args)
     if not getattr(args, "calculate_per_token_loss", False):

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import mpu
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.utils import get_attr_wrapped_model
+from megatron.core.utils import StragglerDetector, get_attr_wrapped_model
 from megatron.training import get_args, get_timers
 
 from megatron_balance.megatron.packed.context import own_places
@@ -20,6 +20,7 @@ from megatron_balance.megatron.packed.items import LABELS, POSITIONS, TOKENS, VA
 from megatron_balance.megatron.packed.stages import reads_tokens
 
 Loss = Callable[..., Any]
+_straggler_timer = StragglerDetector()  # one for the process, of --log-straggler
 
 
 @dataclass(frozen=True)
@@ -49,11 +50,13 @@ def forward_step_with(loss_func: Loss) -> Callable[..., Any]:
     def forward_step(data_iterator: Iterator[Any], model: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         timers = get_timers()
         timers("batch-generator", log_level=2).start()
-        batch = next_batch(data_iterator, get_attr_wrapped_model(model, "vp_stage"))
+        with _straggler_timer(bdata=True):
+            batch = next_batch(data_iterator, get_attr_wrapped_model(model, "vp_stage"))
         timers("batch-generator").stop()
-        output = model(
-            batch.tokens, batch.positions, None, labels=batch.labels, **_mask(batch), packed_seq_params=batch.packed
-        )
+        with _straggler_timer:
+            output = model(
+                batch.tokens, batch.positions, None, labels=batch.labels, **_mask(batch), packed_seq_params=batch.packed
+            )
         extra = {"model": model} if takes_model else {}
         return output, partial(loss_func, batch.loss_mask, **extra)
 
@@ -67,6 +70,7 @@ def next_batch(data_iterator: Iterator[dict[str, torch.Tensor]], vp_stage: int |
     """
     item = next(data_iterator)
     packed = _packed(item[POSITIONS].reshape(1, -1))
+    packed.real_tokens = int(item[VALID].sum())  # for the recorder: bounds are of padding, too
     item = _own(item, packed)
     positions = item[POSITIONS].reshape(1, -1)
     tokens = labels = loss_mask = None

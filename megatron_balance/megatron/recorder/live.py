@@ -34,7 +34,8 @@ class Stages:
         forward_s, backward_s: of a micro-batch in each stage, shape [stages]; a combined pass counts as a third forward.
         layers: transformer layers of each stage.
         step_s: seconds of a step on the rank where it takes longest.
-        dp_busy_s: seconds that each data-parallel rank's pipeline computes in a step, shape [DP].
+        dp_busy_s: seconds that the pipeline of each data-parallel rank of which all was heard computes in a step; one of 1 where
+            there is none.
         gc_s: seconds a step that the garbage collector takes on the rank where it takes most.
         embedding_s: of a micro-batch, forward and backward, shape [2]; None where it was not told.
     """
@@ -262,10 +263,10 @@ def _stages(heard: Sequence[dict[str, Any]], topology: Topology) -> Stages | Non
     ranks, chunks = topology.pipeline_size, topology.virtual_size
     seconds: list[list[list[float]]] = [[] for _ in range(ranks * chunks)]
     layers = [0] * (ranks * chunks)
-    busy_s: dict[int, float] = defaultdict(float)
+    busy_s: dict[int, list[float]] = defaultdict(list)
     for told in heard:
         dp_rank, pp_rank = told["place"]
-        busy_s[dp_rank] += told["busy_s"]
+        busy_s[dp_rank].append(told["busy_s"])
         for chunk, count in enumerate(told["layers"]):
             stage = chunk * ranks + pp_rank
             layers[stage] = count
@@ -276,7 +277,7 @@ def _stages(heard: Sequence[dict[str, Any]], topology: Topology) -> Stages | Non
     if not (forward_s + backward_s).all():
         return None
     step_s, gc_s = (max(told[name] for told in heard) for name in ("step_s", "gc_s"))
-    by_rank = np.array([busy_s[rank] for rank in sorted(busy_s)])
+    by_rank = np.array([sum(of_rank) for of_rank in busy_s.values() if len(of_rank) == ranks] or [1.0])
     embedding_s = [told["embedding_s"] for told in heard if told["embedding_s"] is not None]
     typical_s = np.median(embedding_s, axis=0) if embedding_s else None
     return Stages(forward_s, backward_s, tuple(layers), step_s, by_rank, gc_s, typical_s)

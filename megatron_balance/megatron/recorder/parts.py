@@ -23,8 +23,8 @@ class Row(NamedTuple):
         seq_id: how many of its kind this rank began before it in the step.
         mc, gmc: model chunk on the rank, and among all; -1 where the operation belongs to none.
         mb_id: micro-batch; -1 where the operation belongs to none.
-        tokens, longest, squares: of a forward pass: real tokens, of the longest sequence, and the sum of the squares of their
-            tokens; the latter two None where sequences are not told apart.
+        tokens, longest, squares: of a forward pass: real tokens (of stock's rows all); of the longest sequence, and the sum of the
+            squares of the sequences' tokens, padding too, which takes time: None where sequences are not told apart.
         embedding: seconds of a pass of the first stage that its embedding takes, fetching the batch with it; None where not told.
     """
 
@@ -59,6 +59,8 @@ class Parts:
         """
         import pyarrow.parquet  # noqa: F401  the first import takes a while: not after a step
 
+        if not folder.is_dir():  # rank 0 has made it
+            raise OSError(f"{folder} is not on this machine: name a folder that all machines share")
         self.folder, self.rank, self.same = folder, rank, dict(same)
         self.metadata = {METADATA_KEY: json.dumps(job).encode(), RANK_METADATA_KEY: json.dumps(here).encode()}
         self.bytes = 0

@@ -52,7 +52,8 @@ class Step:
         ended: where it ended.
         operations: (kind, chunk, micro-batch, start, end) in the order in which they ended.
         pauses: (start, end) of the garbage collector's, seconds of the monotonic clock.
-        sequences: of (chunk, micro-batch), the bounds as a tensor, or the lengths as a list.
+        sequences: of (chunk, micro-batch), the bounds as a tensor or the lengths as a list, and the real tokens where they are
+            told.
         embeddings: of a pass (kind, chunk, micro-batch), where the embedding ended if forward, began if backward.
     """
 
@@ -195,7 +196,7 @@ class Recorder:
         lengths = getattr(packed, "lengths", None)
         if lengths is None and (bounds := getattr(packed, "cu_seqlens_q", None)) is not None:
             lengths = bounds.to("cpu", non_blocking=True)  # there when the pass has ended
-        self._seen = lengths
+        self._seen = None if lengths is None else (lengths, getattr(packed, "real_tokens", None))
 
     def _collected(self, phase: str, info: dict[str, int]) -> None:
         if not self.in_step and self._before is None:
@@ -408,12 +409,14 @@ def apart(operations: Sequence[tuple[str, int, int, float, float]]) -> list[tupl
 
 
 def _sizes(seen: Any, row_tokens: int) -> tuple[int, int | None, int | None]:
-    """Tokens, of the longest sequence, sum of squares."""
+    """Real tokens, all tokens of the longest sequence, sum of squares of all tokens."""
     if seen is None:
         return row_tokens, None, None
-    lengths = seen if isinstance(seen, list) else seen.flatten().diff().tolist()
+    lengths, real_tokens = seen
+    lengths = lengths if isinstance(lengths, list) else lengths.flatten().diff().tolist()
     lengths = [length for length in lengths if length > 0]  # bounds may be filled up with the last one
-    return sum(lengths), max(lengths, default=0), sum(length**2 for length in lengths)
+    tokens = sum(lengths) if real_tokens is None else real_tokens
+    return tokens, max(lengths, default=0), sum(length**2 for length in lengths)
 
 
 def _warn(text: str) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from rich.table import Table
 
 from megatron_balance.megatron.measuring.launch import measure
-from quickstart.packed.figures import Gain, Median, Predictor, labels, read_side
+from quickstart.packed.figures import Gain, Median, Predictor, read_side
 from quickstart.packed.jobs import PACKED, STOCK, Launcher
 from quickstart.proof import Proof
 
@@ -73,11 +73,11 @@ def _seconds(values: Sequence[float]) -> str:
 
 @dataclass(frozen=True)
 class Summary:
-    """The quickstart's packed round; ``summary.json`` holds these fields. Speed-ups are of labels learned a second.
+    """The quickstart's packed round; ``summary.json`` holds these fields. Speed-ups are of tokens learned a second.
 
     Attributes:
         stock_step_s, packed_step_s: means, as steps differ in their documents.
-        predicted_speedup: by what the diagnosis of the stock job promises of the step, and the labels that both learned.
+        predicted_speedup: what the diagnosis of the stock job promises.
         measured_speedup: in all steps together.
         prediction_over_measured: the one over the other.
         pairs: steps of each side that count.
@@ -91,13 +91,11 @@ class Summary:
     pairs: int
 
     @classmethod
-    def of(cls, launcher: Launcher, proof: Proof) -> Summary:
-        stock, packed = (int(labels(launcher.seen / side, launcher.case).sum()) for side in (STOCK, PACKED))
+    def of(cls, proof: Proof, pairs: int) -> Summary:
         stock_s, packed_s = (
             float(report.diagnosis.slowdown.recorded_s.mean()) for report in (proof.before, proof.after)
         )
-        predicted, measured = (ratio * packed / stock for ratio in (proof.predicted, proof.measured))
-        return cls(stock_s, packed_s, predicted, measured, predicted / measured, launcher.case.pairs)
+        return cls(stock_s, packed_s, proof.predicted, proof.measured, proof.predicted / proof.measured, pairs)
 
 
 def table(summary: Summary) -> Table:

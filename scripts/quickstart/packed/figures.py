@@ -146,14 +146,9 @@ def read_side(folder: Path, case: Case, predictor: Predictor) -> Side:
         np.array([step.duration_s for step in steps[WARMUP : WARMUP + case.pairs]]),
         simulated[:, 0],
         simulated[:, 1],
-        labels(folder, case),
+        np.array([sum(rank["labels"] for rank in step) for step in fed]),
         np.array([max(rank["loader_s"] for rank in step) for step in fed]),
     )
-
-
-def labels(folder: Path, case: Case) -> np.ndarray:
-    """Labels that all ranks learned from in each step that counts, shape [steps]."""
-    return np.array([sum(rank["labels"] for rank in step) for step in _fed(folder, case)])
 
 
 def _fed(folder: Path, case: Case) -> list[tuple[dict, ...]]:
