@@ -175,6 +175,21 @@ def test_states_are_megatrons_bytes_for_a_parameter():
     assert spread.head.state_bytes == (6 + 12 / 8) * parameters.head.total
 
 
+def test_parameters_that_are_gathered_in_low_precision_are_there_in_nothing_else():
+    """In fp8 one copy for the forward pass and a transposed one; else beside the parameters in 16 bits. Gradients in fp32."""
+    arguments = {
+        "num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "seq_length": 32, "padded_vocab_size": 256,
+        **SHARDED, "fp8": "hybrid",
+    }  # fmt: skip
+    model, topology = ModelSpec.from_arguments(arguments), Topology(2, 8, data_size=4)
+    parameters = chain_parameters(model, topology).layers[0].total
+    for gathers, width in ((False, 2 + 2 + 4 + 12 / 4), (True, 2 + 4 + 12 / 4)):
+        optimizer = Optimizer.from_arguments({**arguments, "fp8_param_gather": gathers})
+        chain = chain_memory(model, topology, optimizer)
+        assert chain.layers[0].state_bytes == width * parameters
+        assert chain.head.state_bytes == chain_memory(model, topology, Optimizer(12, True)).head.state_bytes
+
+
 # --- activations of Transformer Engine's layers, by hand
 
 

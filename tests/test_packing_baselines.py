@@ -41,11 +41,6 @@ def test_documents_are_chopped_where_a_bin_is_full() -> None:
     assert packed.grid.topology.num_microbatches == 3
 
 
-def test_undivided_attention_makes_a_bin_one_piece() -> None:
-    packed = concatenate_and_chop(np.array([4, 9, 7, 3]), RULE, grid_of(1), divided=False)
-    assert contents(packed) == [[10], [10], [3]]
-
-
 def test_in_order_closes_a_bin_at_the_first_piece_that_does_not_fit() -> None:
     packed = in_order(np.array([6, 3, 5, 5, 1, 9, 2, 2]), RULE, grid_of(3))
     assert contents(packed) == [[6, 3], [5, 5], [1], [2], [2], [9]]  # two more for the second micro-batch of three
@@ -85,7 +80,7 @@ lengths = st.lists(st.integers(1, RULE.seq_length), min_size=12, max_size=60).ma
 @given(lengths, st.integers(1, 3), st.integers(1, 2), st.sampled_from((1, 2)))
 def test_every_way_keeps_all_tokens_within_the_bins(tokens: np.ndarray, data_size: int, mbs: int, virtual: int) -> None:
     grid = grid_of(data_size, 2, micro_batch_size=mbs, virtual_size=virtual)
-    ways = [concatenate_and_chop(tokens, RULE, grid), concatenate_and_chop(tokens, RULE, grid, divided=False)]
+    ways = [concatenate_and_chop(tokens, RULE, grid)]
     for pack in (lambda: in_order(tokens, RULE, grid), lambda: first_fit(tokens, COST, RULE, grid)):
         try:
             ways.append(packed := pack())

@@ -63,11 +63,13 @@ class Optimizer:
         distributed: the state is sharded over the ranks that hold copies of the parameter: data times context parallel
             ranks, for routed experts those of expert data parallelism.
         instances: groups of such ranks that each hold all of a sharded state.
+        low_precision: parameters of layers are there in the precision of the products alone (``--fp8-param-gather``).
     """
 
     bytes_per_parameter: float
     distributed: bool = False
     instances: int = 1
+    low_precision: bool = False
 
     @classmethod
     def from_arguments(cls, arguments: Mapping[str, Any]) -> Optimizer:
@@ -82,7 +84,8 @@ class Optimizer:
         aware = bool(arguments.get("use_precision_aware_optimizer"))
         main = _width(arguments, "main_params_dtype") if aware else _FP32
         half = bool(arguments.get("bf16") or arguments.get("fp16"))
-        if aware and arguments.get("bf16") and main == _FP32:
+        low_precision = any(arguments.get(name) and arguments.get(f"{name}_param_gather") for name in ("fp8", "fp4"))
+        if aware and arguments.get("bf16") and main == _FP32 and not low_precision:
             main = 2.0  # Transformer Engine's Adam keeps the 16 bits that the parameter lacks
         names = _MOMENTS.get(str(arguments.get("optimizer") or "adam"), _MOMENTS["adam"])
         if names == _MOMENTS["sgd"] and arguments.get("sgd_momentum") == 0:
@@ -93,6 +96,7 @@ class Optimizer:
             bytes_per_parameter=(main * half + moments) * (1 - offloaded),
             distributed=bool(arguments.get("use_distributed_optimizer")),
             instances=arguments.get("num_distributed_optimizer_instances") or 1,
+            low_precision=low_precision,
         )
 
     def state_bytes(self, parameters: Parameters, model: ModelSpec, topology: Topology) -> float:
@@ -147,11 +151,9 @@ class _Chain:
         Transformer Engine makes one copy for the forward pass and a transposed one for the backward pass.
         """
         model = self.model
-        width = (
-            model.dtype_bytes
-            + model.main_gradient_bytes
-            + 2 * LOW_PRECISION_BYTES.get(model.matmul_dtype, 0.0) * cached
-        )
+        copies = 2 * LOW_PRECISION_BYTES.get(model.matmul_dtype, 0.0) * cached
+        own = 0.0 if copies and self.optimizer.low_precision else model.dtype_bytes
+        width = own + copies + model.main_gradient_bytes
         return width * parameters.total + self.optimizer.state_bytes(parameters, model, self.topology)
 
     def _layer(self, kind: LayerKind) -> ElementMemory:

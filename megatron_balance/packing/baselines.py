@@ -29,21 +29,18 @@ class Packed:
     grid: Grid
 
 
-def concatenate_and_chop(tokens: np.ndarray, rule: PieceRule, grid: Grid, divided: bool = True) -> Packed:
+def concatenate_and_chop(tokens: np.ndarray, rule: PieceRule, grid: Grid) -> Packed:
     """Stock Megatron: documents one behind the other, cut wherever a bin is full, bins dealt in this order.
 
-    The last bins are empty if there are too few documents. Nothing is padded, whatever the alignment.
+    A document attends to itself alone, so that its parts are the pieces (``--reset-attention-mask``, or packed sequences). The
+    last bins are empty if there are too few documents. Nothing is padded, whatever the alignment.
 
     Args:
         tokens: of each document or piece in the order of the data, shape [documents].
         rule: capacity of the bins.
         grid: where the bins are run.
-        divided: a document attends to itself alone, so that its parts are the pieces (``--reset-attention-mask``, or
-            packed sequences); without it a bin is a single piece.
     """
     parts, bins = chop(tokens, rule.seq_length)
-    if not divided:
-        parts, bins = np.bincount(bins, parts).astype(np.int64), np.arange(bins[-1] + 1)
     return Packed(parts, bins.astype(np.int32), _at_least(grid, int(bins[-1]) + 1))
 
 

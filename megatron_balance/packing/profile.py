@@ -196,7 +196,7 @@ def load_or_tune(
     samples: Sequence[np.ndarray],
     bin_cost: BinCost,
     rule: PieceRule,
-    grid: Grid | Sequence[Grid],
+    grid: Grid,
     advance: Callable[[float], None] = lambda share: None,
 ) -> Profile:
     """The profile that ``tune`` found for the same samples, costs and grid before, or finds now and keeps.
@@ -216,7 +216,7 @@ def load_or_tune(
     return profile
 
 
-def profile_key(samples: Sequence[np.ndarray], bin_cost: BinCost, rule: PieceRule, grid: Grid | Sequence[Grid]) -> str:
+def profile_key(samples: Sequence[np.ndarray], bin_cost: BinCost, rule: PieceRule, grid: Grid) -> str:
     """Hexadecimal digest of all that a profile depends on, this file's format included."""
     digest = hashlib.sha256(repr((FORMAT_VERSION, bin_cost, rule, grid)).encode())
     for tokens in samples:

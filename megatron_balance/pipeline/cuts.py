@@ -231,8 +231,6 @@ class CutBound:
 
     # --- solving
 
-    # --- solving
-
     def solve(self, near: np.ndarray, nodes: int, least_s: float = 0.0, most_s: float = np.inf) -> Tree:
         """Search a tree of so many nodes for a split, of those near the one given, [stages]; steps limited to what is known."""
         from scipy.optimize import Bounds, LinearConstraint, milp

@@ -70,7 +70,10 @@ def _needs_fixed(args: Any) -> str | None:
     if getattr(args, "export_kd_teacher_load", None) and args.pipeline_model_parallel_size > 1:
         return "--export-kd-teacher-load (stages send on what the teacher computes, too)"
     if getattr(args, "mtp_num_layers", None) and _predicts_apart(args):
-        return "multi-token prediction in stages before the last (what they send on is longer by what they predict)"
+        return (
+            "multi-token prediction in stages before the last (what they send on is longer by what they predict;"
+            " --balanced-pipeline-mtp-placement last plans none)"
+        )
     return None
 
 
