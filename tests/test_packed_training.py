@@ -152,6 +152,23 @@ def test_losses_equal_those_of_one_process_on_all_kinds_of_ranks(shared, model, 
     assert evaluated(run) == pytest.approx(evaluated(reference), rel=3e-6)  # seven digits are printed
 
 
+LOADED = MOE.replace("balancing-type none", "balancing-type aux_loss --moe-aux-loss-coeff 0.5 --moe-z-loss-coeff 0.5")
+
+
+@pytest.mark.parametrize(
+    ("flags", "processes"),
+    [("", 1), ("--tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2", 4)],
+    ids=["one", "TP2-SP-PP2"],
+)
+def test_padding_does_not_train_a_router(shared, flags, processes):
+    """One bin a step, so that the same documents share it with padding or without: the load is one of a micro-batch."""
+    alone = f"--global-batch-size 1 {flags}"
+    padded, unpadded = shared(LOADED, f"{alone} {FIXED}", processes), shared(LOADED, alone, processes)
+    assert padded.losses == pytest.approx(unpadded.losses, rel=TOLERANCE)
+    loads = [re.findall(r"load_balancing_loss: (\S+)", run.output) for run in (padded, unpadded)]
+    assert len(loads[0]) == 10 and [*map(float, loads[0])] == pytest.approx([*map(float, loads[1])], rel=1e-5)
+
+
 def evaluated(run: Run) -> list[float]:
     return [float(value) for value in re.findall(r"lm loss value: (\S+)", run.output)]
 

@@ -37,7 +37,7 @@ from quickstart.report import (
 from quickstart.session import console, stage
 from quickstart.sizes import CORPUS_BYTES, packed_case, packed_tokens, split_size
 
-_QUICK_PAIRS, _QUICK_PACKED_PAIRS = 2, 5
+_QUICK_PAIRS, _QUICK_PACKED_PAIRS = 3, 5
 
 
 def main() -> int:

@@ -16,6 +16,7 @@ from megatron.core.utils import StragglerDetector, get_attr_wrapped_model
 from megatron.training import get_args, get_timers
 
 from megatron_balance.megatron.packed.context import own_places
+from megatron_balance.megatron.packed.experts import padding_of
 from megatron_balance.megatron.packed.items import LABELS, POSITIONS, TOKENS, VALID
 from megatron_balance.megatron.packed.stages import reads_tokens
 
@@ -31,6 +32,7 @@ class Batch:
         tokens, labels: int64 of shape [1, row]; None on stages that read none.
         loss_mask: float32 of shape [1, row], 1 where a label counts.
         positions: int64 of shape [1, row], from 0 in each sequence.
+        valid: float32 of shape [1, row] on the CPU, 0 at padding.
         packed: bounds of the sequences, for attention.
 
     With context parallelism the tensors hold a rank's own tokens, the bounds are of the whole row.
@@ -40,6 +42,7 @@ class Batch:
     labels: torch.Tensor | None
     loss_mask: torch.Tensor | None
     positions: torch.Tensor
+    valid: torch.Tensor
     packed: PackedSeqParams
 
 
@@ -55,7 +58,13 @@ def forward_step_with(loss_func: Loss) -> Callable[..., Any]:
         timers("batch-generator").stop()
         with _straggler_timer:
             output = model(
-                batch.tokens, batch.positions, None, labels=batch.labels, **_mask(batch), packed_seq_params=batch.packed
+                batch.tokens,
+                batch.positions,
+                None,
+                labels=batch.labels,
+                packed_seq_params=batch.packed,
+                **_mask(batch),
+                **padding_of(get_args(), model, batch.valid),
             )
         extra = {"model": model} if takes_model else {}
         return output, partial(loss_func, batch.loss_mask, **extra)
@@ -72,15 +81,15 @@ def next_batch(data_iterator: Iterator[dict[str, torch.Tensor]], vp_stage: int |
     packed = _packed(item[POSITIONS].reshape(1, -1))
     packed.real_tokens = int(item[VALID].sum())  # for the recorder: bounds are of padding, too
     item = _own(item, packed)
-    positions = item[POSITIONS].reshape(1, -1)
+    positions, valid = (item[name].reshape(1, -1) for name in (POSITIONS, VALID))
     tokens = labels = loss_mask = None
     if reads_tokens(get_args(), vp_stage):
         tokens, labels = _read(item, positions)
-        loss_mask = item[VALID].reshape(1, -1).cuda(non_blocking=True).masked_fill(labels < 0, 0.0)
+        loss_mask = valid.cuda(non_blocking=True).masked_fill(labels < 0, 0.0)
         labels = labels.clamp(min=0)
         if get_args().eod_mask_loss:
             loss_mask = loss_mask.masked_fill(tokens == _eod(), 0.0)
-    return Batch(tokens, labels, loss_mask, positions.cuda(non_blocking=True), packed)
+    return Batch(tokens, labels, loss_mask, positions.cuda(non_blocking=True), valid, packed)
 
 
 def _own(item: dict[str, torch.Tensor], packed: PackedSeqParams) -> dict[str, torch.Tensor]:

@@ -1,0 +1,45 @@
+"""Padding is kept out of what a router is trained by: load and z losses would count it with the tokens of documents."""
+
+from __future__ import annotations
+
+import inspect
+from functools import cache
+from typing import Any
+
+import torch
+from megatron.core import mpu
+from megatron.core.utils import get_attr_wrapped_model, unwrap_model
+
+
+def padding_of(args: Any, model: Any, valid: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The argument that tells a model which places are padding, where it has experts whose router is trained by their load.
+
+    Args:
+        args: Megatron's.
+        model: a stage, wrapped or not.
+        valid: 0 where this context-parallel rank's places are padding, of shape [1, places].
+
+    Returns:
+        Megatron's ``padding_mask``, True at padding. Of the stages but the first, whose Megatron cuts it, with sequence parallelism
+        a tensor-parallel rank's own part. Nothing where this Megatron cannot take it: before 0.16, with biases of experts (its
+        shapes are wrong up to 0.19) and with multi-token prediction (which shifts it by bounds of whole rows).
+    """
+    if not _counts_tokens(args) or not _takes_padding(type(unwrap_model(model))):
+        return {}
+    padding = valid == 0
+    if args.sequence_parallel and not get_attr_wrapped_model(model, "pre_process"):
+        padding = padding.chunk(mpu.get_tensor_model_parallel_world_size(), dim=1)[mpu.get_tensor_model_parallel_rank()]
+    return {"padding_mask": padding.cuda(non_blocking=True)}
+
+
+def _counts_tokens(args: Any) -> bool:
+    if not args.num_experts or args.mtp_num_layers or getattr(args, "moe_router_enable_expert_bias", False):
+        return False
+    kinds = args.moe_router_load_balancing_type
+    kinds = kinds if isinstance(kinds, list) else [kinds]
+    return any(kind.endswith("aux_loss") for kind in kinds) or bool(args.moe_z_loss_coeff)
+
+
+@cache
+def _takes_padding(model: type) -> bool:
+    return "padding_mask" in inspect.signature(model.forward).parameters
