@@ -26,7 +26,8 @@ def compiled(kernel: Callable) -> Callable:
         function = numba.njit(cache=True)(kernel)
     except RuntimeError:
         return numba.njit(kernel)
-    function._cache = _Spared(function._cache)
+    if hasattr(function, "_cache"):  # not with NUMBA_DISABLE_JIT, which leaves functions as they are
+        function._cache = _Spared(function._cache)
     return function
 
 

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import pytest
+import torch
 from launch import TINY, Run, launch, trained
+from megatron.core.models.gpt import GPTModel
 from written_documents import EOD, write_documents
 
 from megatron_balance.megatron.found_checkpoint import ahead_of
+from megatron_balance.megatron.packed.experts import padding_of
 from megatron_balance.pipeline.stored import FILE_NAME
 
 pytestmark = pytest.mark.training
@@ -155,6 +161,29 @@ def test_losses_equal_those_of_one_process_on_all_kinds_of_ranks(shared, model, 
 LOADED = MOE.replace("balancing-type none", "balancing-type aux_loss --moe-aux-loss-coeff 0.5 --moe-z-loss-coeff 0.5")
 
 
+def test_a_micro_batch_of_padding_alone_has_no_load():
+    """As a step with more micro-batches may have: Megatron would divide by its tokens."""
+    router = {
+        "num_experts": 4,
+        "moe_router_load_balancing_type": "aux_loss",
+        "moe_z_loss_coeff": None,
+        "mtp_num_layers": None,
+    }
+    args = SimpleNamespace(**router, sequence_parallel=False)
+    stage = GPTModel.__new__(GPTModel)
+    stage.__dict__["pre_process"] = False
+    valid = torch.tensor([[1.0, 1.0, 0.0]])
+    assert padding_of(args, stage, torch.zeros(1, 3), 0) == {}
+    assert padding_of(SimpleNamespace(**{**vars(args), "num_experts": None}), stage, valid, 2) == {}
+    if "padding_mask" in inspect.signature(GPTModel.forward).parameters:
+        with mock.patch.object(torch.Tensor, "cuda", lambda self, **_: self):  # as the CPU runtime has it
+            assert padding_of(args, stage, valid, 2)["padding_mask"].tolist() == [[False, False, True]]
+
+
+@pytest.mark.skipif(
+    "padding_mask" not in inspect.signature(GPTModel.forward).parameters,
+    reason="this Megatron's routers know no padding",
+)
 @pytest.mark.parametrize(
     ("flags", "processes"),
     [("", 1), ("--tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2", 4)],

@@ -22,8 +22,6 @@ from megatron_balance.reading import DamageError
 
 _LOCK = "conversations.lock"
 _SHOWN = 5  # faulty lines that are named
-
-
 _MOST_OPENED = 64  # shards, each of which holds a file descriptor
 
 

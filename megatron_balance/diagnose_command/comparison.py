@@ -96,6 +96,8 @@ class Comparison:
             f" {signed_percent(self.gain)} ({slower}{' for the same tokens' * bool(tokens)});"
             f" S from {before.slowdown:.3f} to {after.slowdown:.3f}"
         )
+        if (before.tokens is None) != (after.tokens is None):
+            yield "The tokens of a step are known of one side alone: this compares steps, whatever they hold"
         if before.predicted:
             promises = ", ".join(f"{signed_percent(gain)} by {printable(what)}" for what, gain in before.predicted)
             yield f"What was predicted: {promises}"

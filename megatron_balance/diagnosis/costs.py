@@ -106,7 +106,8 @@ class RecordedSplit:
         ranks = self.replay.trace.job.topology.pipeline_size
         held, recorded = (np.reshape(each, (-1, ranks)).sum(axis=0) for each in (layers, self.layers))
         inner = slice(1, -1) if ranks > 2 else slice(None)  # has no embedding table
-        more = (held - recorded) / recorded[inner].mean()
+        between = recorded[inner] if recorded[inner].any() else recorded
+        more = (held - recorded) / between.mean()
         gather, scatter, optimizer = (self._median_s(kind) for kind in (GATHER, SCATTER, OPTIMIZER))
         middle = [float(np.mean(kind[inner])) for kind in (gather, scatter, optimizer)]
         slowest = float((optimizer + more * middle[2]).max() - optimizer.max())

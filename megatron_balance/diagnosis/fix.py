@@ -102,7 +102,7 @@ def _splits(causes: Causes, split: RecordedSplit | None) -> list[Fix]:
         found = proposals(split)
     except BalanceError as error:
         return [_even_stages(causes, str(error))]
-    depths = int(
+    depths = (
         causes.replay.trace.job.shapes.get("mtp_num_layers") or 0
     )  # of multi-token prediction: Megatron counts the m
     if found[WITHIN] == found[FREE]:

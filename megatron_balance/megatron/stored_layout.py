@@ -69,8 +69,8 @@ def layout_to_keep(args: Any, options: Options) -> str | None:
     Raises:
         BalanceError: the checkpoint cannot be resumed with what was asked for.
     """
-    remote, hidden = any(map(is_remote, (args.load, getattr(args, "pretrained_checkpoint", None)))), None
-    if remote:
+    hidden = None
+    if is_remote(args.load) and not (args.finetune or args.no_load_optim):
         hidden = "checkpoints that are in no file system (://)"
     elif getattr(args, "non_persistent_ckpt_type", None) == "local":
         hidden = "local checkpoints (--non-persistent-ckpt-type local)"
@@ -78,8 +78,6 @@ def layout_to_keep(args: Any, options: Options) -> str | None:
         raise BalanceError(
             f"{FLAG} cannot see the layout of {hidden}: keep the plan with {FLAG}-plan FILE, and do not change it with {REPLAN}"
         )
-    if remote:
-        return None  # but the plan file's
 
     # In a process group Megatron's readers of checkpoints need all ranks.
     found = [find_checkpoint(args)] if loads(args) and dist.is_initialized() else None

@@ -7,7 +7,7 @@ from dataclasses import replace
 from quickstart.launch import Size
 from quickstart.packed.jobs import BLEND, Case
 
-CORPUS_BYTES = 12_000_000  # enough for a tokenizer to learn 64k entries
+CORPUS_BYTES = 12_000_000  # enough for a tokenizer to learn the 64k entries of a GPU's model
 
 # A head of about nine layers, so that the split pays. Many tokens and a narrow model have operations that are long enough to be
 # steady; a larger head would have the other stage wait longer, and a core that has waited computes more slowly for a while.

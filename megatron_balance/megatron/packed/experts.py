@@ -8,32 +8,38 @@ from typing import Any
 
 import torch
 from megatron.core import mpu
-from megatron.core.utils import get_attr_wrapped_model, unwrap_model
+from megatron.core.utils import get_attr_wrapped_model
 
 
-def padding_of(args: Any, model: Any, valid: torch.Tensor) -> dict[str, torch.Tensor]:
+def padding_of(args: Any, model: Any, valid: torch.Tensor, real_tokens: int) -> dict[str, torch.Tensor]:
     """The argument that tells a model which places are padding, where it has experts whose router is trained by their load.
 
     Args:
         args: Megatron's.
         model: a stage, wrapped or not.
         valid: 0 where this context-parallel rank's places are padding, of shape [1, places].
+        real_tokens: of the whole micro-batch: one without any has no load to divide by.
 
     Returns:
-        Megatron's ``padding_mask``, True at padding. Of the stages but the first, whose Megatron cuts it, with sequence parallelism
-        a tensor-parallel rank's own part. Nothing where this Megatron cannot take it: before 0.16, with biases of experts (its
-        shapes are wrong up to 0.19) and with multi-token prediction (which shifts it by bounds of whole rows).
+        Megatron's ``padding_mask``, True at padding; with sequence parallelism a tensor-parallel rank's own part, unless Megatron
+        cuts it. Nothing where this Megatron cannot take it: before 0.16, with biases of experts (its shapes are wrong up to 0.19),
+        with multi-token prediction (which shifts it by bounds of whole rows) and in CUDA graphs of a fused router.
     """
-    if not _counts_tokens(args) or not _takes_padding(type(unwrap_model(model))):
+    if not real_tokens or not _counts_tokens(args):
+        return {}
+    stage = get_attr_wrapped_model(model, "pre_process", return_model_obj=True)
+    if not _takes_padding(type(stage)):
         return {}
     padding = valid == 0
-    if args.sequence_parallel and not get_attr_wrapped_model(model, "pre_process"):
+    if args.sequence_parallel and not (stage.pre_process and _cuts_padding(type(stage))):
         padding = padding.chunk(mpu.get_tensor_model_parallel_world_size(), dim=1)[mpu.get_tensor_model_parallel_rank()]
     return {"padding_mask": padding.cuda(non_blocking=True)}
 
 
 def _counts_tokens(args: Any) -> bool:
     if not args.num_experts or args.mtp_num_layers or getattr(args, "moe_router_enable_expert_bias", False):
+        return False
+    if getattr(args, "moe_router_fusion", False) and getattr(args, "cuda_graph_impl", "none") not in (None, "none"):
         return False
     kinds = args.moe_router_load_balancing_type
     kinds = kinds if isinstance(kinds, list) else [kinds]
@@ -43,3 +49,10 @@ def _counts_tokens(args: Any) -> bool:
 @cache
 def _takes_padding(model: type) -> bool:
     return "padding_mask" in inspect.signature(model.forward).parameters
+
+
+@cache
+def _cuts_padding(model: type) -> bool:
+    """Whether a first stage takes its own part of whole rows: those of GPT models do, of hybrid ones not."""
+    preprocess = getattr(model, "_preprocess", None)
+    return preprocess is not None and "padding_mask" in inspect.signature(preprocess).parameters

@@ -161,8 +161,8 @@ CONFLICTS = (
     ),
     Conflict(
         "moe_router_load_balancing_type",
-        _one_of("sinkhorn"),
-        "--moe-router-load-balancing-type sinkhorn",
+        _one_of("sinkhorn", "quantile_balancing"),
+        "--moe-router-load-balancing-type sinkhorn|quantile_balancing",
         "it routes a document's tokens by all others of its micro-batch: take aux_loss or another",
     ),
     Conflict(
@@ -185,10 +185,6 @@ CONFLICTS = (
         _one_of("local"),
         "--non-persistent-ckpt-type local",
         f"{_BESIDE}, global ones only: take global",
-    ),
-    *(
-        Conflict(name, is_remote, f"--{name} of a storage that is no file system (://)", f"{_BESIDE}: take a folder")
-        for name in ("save", "load")
     ),
     Conflict(
         "object_storage_cache_path",
@@ -237,6 +233,7 @@ def refuse_conflicts(args: Any) -> None:
             raise BalanceError(f"{FLAG} cannot be used with {conflict.flag}: {conflict.reason}")
     refuse_uncovered(without_spec(args), FLAG, f"Leave out {FLAG}.")
     _check_graphs(args)
+    _check_folders(args)
     check_weight_shards(vars(args))
     if getattr(args, "full_validation", False):
         _check_full_validation(args)
@@ -253,6 +250,14 @@ def without_spec(args: Any) -> dict[str, Any]:
     Where that is wrong, ranks wait for one another, and nothing else is.
     """
     return {**vars(args), "spec": None}
+
+
+def _check_folders(args: Any) -> None:
+    for name in ("save",) if args.finetune else ("save", "load"):
+        if is_remote(getattr(args, name)):
+            raise BalanceError(
+                f"{FLAG} cannot be used with --{name} of a storage that is no file system (://): {_BESIDE}: take a folder"
+            )
 
 
 def _check_graphs(args: Any) -> None:

@@ -64,7 +64,7 @@ def forward_step_with(loss_func: Loss) -> Callable[..., Any]:
                 labels=batch.labels,
                 packed_seq_params=batch.packed,
                 **_mask(batch),
-                **padding_of(get_args(), model, batch.valid),
+                **padding_of(get_args(), model, batch.valid, batch.packed.real_tokens),
             )
         extra = {"model": model} if takes_model else {}
         return output, partial(loss_func, batch.loss_mask, **extra)
