@@ -6,7 +6,8 @@ usage() {
     cat <<'HELP'
 usage: bash scripts/test.sh [PYTEST ARGUMENTS]
 
-Makes two virtual environments (each skipped when done before) and runs the tests in them:
+Makes two virtual environments (each skipped when done before), checks the code with ruff, which ends it where something is
+found, and runs the tests in them:
 
   .venv         Python 3.12 or newer, megatron-core 0.19: the whole suite, which trains the real Megatron on the CPU
   .venv-older   Python 3.10 or 3.11, megatron-core 0.16.1: all tests that do not need megatron.training, which wheels for

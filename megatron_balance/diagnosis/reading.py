@@ -226,7 +226,7 @@ def _from_yaml(meta: Path) -> dict[str, Any]:
     try:
         import yaml
     except ImportError as error:
-        raise BalanceError(f"{meta} needs PyYAML, which the extra 'trace' installs ({error})") from error
+        raise BalanceError(f"{meta} needs PyYAML: pip install pyyaml ({error})") from error
     try:
         values = yaml.safe_load(meta.read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
