@@ -58,7 +58,8 @@ def greeting(blend: Blend, batches: Sequence[GlobalBatch], placing: Placing) -> 
     stock = Balance.of(placing, [_chopped(batch, placing) for batch in batches])
     return (
         f"megatron-balance: packing {documents:,} documents of {labels:,} labels into bins of {placing.rule.seq_length:,} tokens,"
-        f" {fill:.1%} full, micro-batches of {placing.cost.shapes} shape; {longer:,} documents are longer than a bin ({placing.rule.long_documents}), {without:,} have no label\n"
+        f" {fill:.1%} full, micro-batches of {placing.cost.shapes} shape; {longer:,} documents are longer than a bin"
+        f" ({placing.rule.long_documents}), {without:,} have no label\n"
         f"megatron-balance: simulated step of the first {len(batches)} global batches: {ours}; documents concatenated and"
         f" chopped: {stock}"
         f"{_of_more(placed, placing)}"
