@@ -11,7 +11,7 @@ split of the layers, once with `--balanced-pipeline`, several times in turn, all
 data; then another on documents of very different lengths, chopped as Megatron does and with `--varlen-packing`, in turns.
 Needs nothing but Python 3.12 or newer and two CPU cores; uses two GPUs where there are some.
 
-  --quick       fewer steps: about 3 minutes instead of 5 to 6 (on two CPU cores, once the packages are installed)
+  --quick       fewer steps: two to three minutes instead of four (on two CPU cores, once the packages are installed)
   --out FOLDER  where results go (default: quickstart-out in the repository)
   -h, --help    this text
 

@@ -18,7 +18,7 @@ It checks, and says what is not so, that the diagnosis names sequence lengths as
 of its checklist that said yes before says no after; and that the predicted ratio of step times is within 10 % of the measured
 one. On a busy machine the last may fail.
 
-  --quick       fewer steps: a minute and a half instead of 2 to 3 (on two CPU cores, once the packages are installed)
+  --quick       fewer steps: a minute instead of a minute and a half (on two CPU cores, once the packages are installed)
   --out FOLDER  where results go (default: reproduce-out/length in the repository)
   -h, --help    this text
 

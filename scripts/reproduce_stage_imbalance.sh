@@ -17,7 +17,7 @@ It checks, and says what is not so, that the diagnosis names the stage split as 
 of its checklist that said yes before says no after; and that the predicted ratio of step times is within 10 % of the measured
 one. On a busy machine the last may fail.
 
-  --quick       fewer steps: 2 minutes instead of 3 to 4 (on two CPU cores, once the packages are installed)
+  --quick       fewer steps: 2 minutes instead of 3 (on two CPU cores, once the packages are installed)
   --out FOLDER  where results go (default: reproduce-out/stage in the repository)
   -h, --help    this text
 
