@@ -17,6 +17,7 @@ from launch import TINY, Run, dry_run, launch, trained
 from test_balanced_training import UNTIED
 
 from megatron_balance.costs.table import CostTable, load_costs
+from megatron_balance.megatron.measuring.launch import measure
 
 pytestmark = pytest.mark.training
 
@@ -58,8 +59,14 @@ def test_a_profile_is_of_one_tensor_parallel_rank(tmp_path):
     assert costs.update_s_per_parameter > 0 and costs.provenance["micro_batches"] >= 15
 
 
-def test_packed_micro_batches_are_measured_at_several_lengths(tmp_path):
-    costs = profile(tmp_path, f"{UNTIED} --varlen-packing --calculate-per-token-loss")
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_packed_micro_batches_are_measured_at_several_lengths(monkeypatch, tmp_path, replicas):
+    """In a process that asks none of the job's ranks, whose rendezvous it would disturb or not find."""
+    monkeypatch.setenv("MEGATRON_BALANCE_CACHE", str(tmp_path))
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    monkeypatch.setenv("MASTER_PORT", "1")  # nobody may listen there, nor anybody be reached
+    flags = f"{UNTIED} --varlen-packing --calculate-per-token-loss"
+    costs = measure(None, [*TINY, *flags.split()], "cpu", world_size=replicas)
     (dense,) = costs.layers.values()
     assert costs.kind == "measured" and [one.seq_length for one in dense.by_length] == [8, 16, 32]
 

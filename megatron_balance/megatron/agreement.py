@@ -13,7 +13,14 @@ from megatron_balance.errors import BalanceError
 from megatron_balance.reporting import global_rank
 
 _TIMEOUT, _BEAT_S = timedelta(minutes=10), 60.0
+_alone = False
 _stores: list[Any] = []  # without a launcher's store rank 0 serves it; it must live until all have read
+
+
+def stay_alone() -> None:
+    """For a process that takes on the sizes of a job but is none of its ranks: it decides all by itself."""
+    global _alone
+    _alone = True
 
 
 def decide_on_rank_0(key: str, decide: Callable[[], str]) -> str:
@@ -99,7 +106,7 @@ def said_by_all(shared: Any, keys: list[str], patience: timedelta = timedelta(mi
 
 
 def _world_size() -> int:
-    return int(os.environ.get("WORLD_SIZE", 1))
+    return 1 if _alone else int(os.environ.get("WORLD_SIZE", 1))
 
 
 def store() -> Any:

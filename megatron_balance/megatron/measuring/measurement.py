@@ -15,6 +15,7 @@ from typing import Any
 
 from megatron_balance import run
 from megatron_balance.costs.table import save_costs
+from megatron_balance.megatron.agreement import stay_alone
 from megatron_balance.megatron.chunks import inner
 from megatron_balance.megatron.measuring.clock import Clock
 from megatron_balance.megatron.measuring.job import Batches, Shrunk, serves, shrink, use_fake_groups
@@ -100,6 +101,7 @@ class Measurement:
 def main(file: str, *arguments: str) -> None:
     """Measure, write the costs to ``file`` and exit; ``arguments`` are those of `megatron_balance.run`."""
     measurement = Measurement(Path(file))
+    stay_alone()
 
     def ready() -> None:
         for hook in measurement.hooks():
