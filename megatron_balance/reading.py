@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 Reader = Callable[[Any, str], Any]
 T = TypeVar("T")
 Scalar = int | float | str | bool | None
-_MOST = 2**53  # whole numbers that every JSON reader keeps
+MOST_WHOLE = 2**53  # whole numbers that every JSON reader keeps
 
 
 class DamageError(ValueError):
@@ -64,7 +64,7 @@ def text(value: Any, key: str) -> str:
 
 
 def count(value: Any, key: str) -> int:
-    return checked(value, key, type(value) is int and 0 <= value < _MOST, "a whole number of 0 or more")
+    return checked(value, key, type(value) is int and 0 <= value < MOST_WHOLE, "a whole number of 0 or more")
 
 
 def number(value: Any, key: str) -> float:

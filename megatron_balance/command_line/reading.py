@@ -10,9 +10,9 @@ from typing import Any, NoReturn
 
 from megatron_balance.command_line.flags import FLAGS, MOST_LAYERS
 from megatron_balance.errors import BalanceError
+from megatron_balance.reading import MOST_WHOLE
 
 _OURS = "--balanced-pipeline"
-_GREATEST = 2**53
 
 # Flags that leave the job to something that is not read here.
 _REFUSED = {
@@ -150,7 +150,7 @@ def _set_apart(words: Sequence[str], names: frozenset[str]) -> tuple[list[str], 
 def _check_sizes(arguments: Mapping[str, Any]) -> None:
     for name, value in arguments.items():
         values = value if isinstance(value, list | tuple) else [value]
-        if any(type(number) is int and abs(number) >= _GREATEST for number in values):
+        if any(type(number) is int and abs(number) >= MOST_WHOLE for number in values):
             raise BalanceError(f"--{name.replace('_', '-')} {value}: no such number is possible")
     if (arguments.get("num_layers") or 0) > MOST_LAYERS:
         raise BalanceError(f"--num-layers {arguments['num_layers']}: at most {MOST_LAYERS} are planned")

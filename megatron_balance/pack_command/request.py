@@ -16,9 +16,9 @@ from megatron_balance.packing.grid import Grid
 from megatron_balance.packing.length_files import ENDINGS, number_in
 from megatron_balance.packing.pieces import PieceRule
 from megatron_balance.packing.sizes import alignment_of, check_seq_length, grid_of
-from megatron_balance.packing.stream import MOST_SEED
 from megatron_balance.planning.flags import ANALYTIC, FLAG, PROFILE
 from megatron_balance.planning.job import Job, read_job
+from megatron_balance.reading import MOST_WHOLE
 from megatron_balance.schedule.order import check_schedule
 
 DEFAULT_RATIO = 49152.0  # an 8B model of hidden size 4096: 2 * parameters of a layer over 2 * hidden size
@@ -126,8 +126,8 @@ def _check_numbers(options: argparse.Namespace) -> None:
             raise BalanceError(f"{flag} {value}: give a number of 1 to {most}")
     if options.data_parallel_size is not None and options.world_size is not None:
         raise BalanceError("--data-parallel-size and --world-size both say how many replicas there are: leave one out")
-    if not 0 <= options.seed < MOST_SEED:
-        raise BalanceError(f"--seed {options.seed}: give a number of 0 to {MOST_SEED - 1}")
+    if not 0 <= options.seed < MOST_WHOLE:
+        raise BalanceError(f"--seed {options.seed}: give a number of 0 to {MOST_WHOLE - 1}")
     ratio = options.cost_ratio
     if ratio is not None and not 0 <= ratio <= _MOST_RATIO:  # false for NaN
         raise BalanceError(

@@ -24,7 +24,6 @@ _WINDOW = (1 << 8, 1 << 16)  # least and most of one data set
 _KEPT_EPOCHS = 2  # orders held of each data set: a batch may straddle two
 _LONG = {SPLIT: kernels.KEEP_REST, TRUNCATE: kernels.CUT_REST, DROP: kernels.DROP_LONG}
 _MOST_DATA_SETS = np.iinfo(np.int16).max
-MOST_SEED = 2**53  # JSON readers keep whole numbers below
 
 
 @dataclass(frozen=True)
@@ -370,5 +369,5 @@ def _check_blend(blend: Blend, seed: int) -> None:
         raise BalanceError(f"a blend of {count} data sets with {len(weights)} weights: give each data set one weight")
     if not all(0 < weight < float("inf") for weight in weights):
         raise BalanceError(f"weights of a blend must be above 0, not {min(weights)}: leave out what is not to be read")
-    if not 0 <= seed < MOST_SEED:
-        raise BalanceError(f"seed {seed}: choose one from 0 to {MOST_SEED - 1}")
+    if not 0 <= seed < reading.MOST_WHOLE:
+        raise BalanceError(f"seed {seed}: choose one from 0 to {reading.MOST_WHOLE - 1}")
