@@ -79,7 +79,7 @@ def next_batch(data_iterator: Iterator[dict[str, torch.Tensor]], vp_stage: int |
     """
     item = next(data_iterator)
     packed = _packed(item[POSITIONS].reshape(1, -1))
-    packed.real_tokens = int(item[VALID].sum())  # for the recorder: bounds are of padding, too
+    packed.real_tokens = int(item[VALID].sum())  # for the recorder and for routers: bounds are of padding, too
     item = _own(item, packed)
     positions, valid = (item[name].reshape(1, -1) for name in (POSITIONS, VALID))
     tokens = labels = loss_mask = None
