@@ -438,7 +438,7 @@ def test_events_are_used_again_but_not_while_they_are_to_be_told(tmp_path):
         transfer(None, tensor_send_next="tensor", recv_next=True)
         _timed(of, "optimizer")(lambda: None)()
         of.end()
-    rows = of._rows
+    rows = [row for row in of._rows if row.optype != "gc"]  # garbage may be collected in any step
     assert [row.step for row in rows] == [number for number in range(1, 13) for _ in range(5)]
     starts, ends = [round(row.start_ts) for row in rows], [round(row.start_ts + row.duration) for row in rows]
     of_step = [(starts[at : at + 5], ends[at : at + 5]) for at in range(0, len(rows), 5)]
