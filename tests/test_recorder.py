@@ -23,6 +23,7 @@ from megatron_balance.diagnosis.costs import chain_of
 from megatron_balance.diagnosis.reading import METADATA_KEY
 from megatron_balance.errors import BalanceError
 from megatron_balance.megatron.recorder import common_clock, hooks, live
+from megatron_balance.megatron.recorder import recorder as recorder_room
 from megatron_balance.megatron.recorder.common_clock import CommonClock
 from megatron_balance.megatron.recorder.hooks import _backward, _combined, _forward, _step, _timed, _transfers
 from megatron_balance.megatron.recorder.live import Live, _stages
@@ -405,47 +406,89 @@ def test_a_step_has_no_gaps_and_one_call_ends_at_once():
 class Event:
     """A device's event, of a device that does one thing after the other and tells of it when it has caught up."""
 
-    now, caught_up = 0, True
+    now_s, takes_s, caught_up = 0.0, 1.0, True
 
     def record(self) -> None:
-        Event.now += 1
-        self.at = Event.now
+        Event.now_s += Event.takes_s
+        self.at_s = Event.now_s
+
+    def synchronize(self) -> None:
+        Event.caught_up = True
 
     def query(self) -> bool:
         return Event.caught_up
 
     def elapsed_time(self, other: Event) -> float:
-        return 1000.0 * (other.at - self.at)
+        return float(np.float32(1000 * (other.at_s - self.at_s)))
 
 
 class EventMarks(DeviceMarks):
     _event = staticmethod(Event)
 
-    def anchor(self) -> None:
-        self._base = Event()
-        self._base.record()
-        self._base_s = float(self._base.at)
+
+@pytest.fixture
+def on_a_device(tmp_path, monkeypatch) -> Recorder:
+    for name, value in {"now_s": 0.0, "takes_s": 1.0, "caught_up": True}.items():
+        monkeypatch.setattr(Event, name, value)
+    of = Recorder(options(**{"": str(tmp_path), "_interval": 12}), Topology(2, 1), 64, EventMarks())
+    of.start = lambda recorder, model, optimizer: setattr(recorder, "parts", parts(tmp_path))
+    yield of
+    of.give_up(OSError("the test is over"))
 
 
-def test_events_are_used_again_but_not_while_they_are_to_be_told(tmp_path):
-    marks = EventMarks()
-    of = Recorder(options(**{"": str(tmp_path)}), Topology(2, 1), 64, marks)
-    of.parts = parts(tmp_path)
-    transfer = _transfers(of, lambda self, **given: (None, None, None))
-    for number in range(1, 13):
+def step_on_a_device(of: Recorder, number: int) -> None:
+    of.begin(number, "model", "optimizer")
+    _transfers(of, lambda self, **given: (None, None, None))(None, tensor_send_next="tensor", recv_next=True)
+    _timed(of, "optimizer")(lambda: None)()
+    of.end()
+
+
+def recorded(of: Recorder) -> list[Row]:
+    """Without garbage that was collected in some step."""
+    return [row for row in of._rows if row.optype != "gc"]
+
+
+def test_events_are_used_again_but_not_while_they_are_to_be_told(on_a_device, monkeypatch):
+    monkeypatch.setattr(recorder_room, "_TOLD_AT_ONCE", 1)
+    for number in range(1, 12):
         Event.caught_up = number % 4 == 0  # two or three steps behind otherwise
-        of.begin(number, "model", "optimizer")
-        transfer(None, tensor_send_next="tensor", recv_next=True)
-        _timed(of, "optimizer")(lambda: None)()
-        of.end()
-    rows = [row for row in of._rows if row.optype != "gc"]  # garbage may be collected in any step
-    assert [row.step for row in rows] == [number for number in range(1, 13) for _ in range(5)]
-    starts, ends = [round(row.start_ts) for row in rows], [round(row.start_ts + row.duration) for row in rows]
+        step_on_a_device(on_a_device, number)
+    assert {row.step for row in recorded(on_a_device)} == set(range(1, 9))
+    Event.caught_up = True
+    on_a_device.drop()
+    rows, began_s = recorded(on_a_device), on_a_device._rows[0].start_ts
+    assert [row.step for row in rows] == [number for number in range(1, 12) for _ in range(5)]
+    starts = [round(row.start_ts - began_s) for row in rows]
+    ends = [round(row.start_ts + row.duration - began_s) for row in rows]
     of_step = [(starts[at : at + 5], ends[at : at + 5]) for at in range(0, len(rows), 5)]
     for (start, end), (after, _) in pairwise(of_step):
         assert start[1] == start[2] and end[1] == end[2] and start[3:] == end[2:4] and end[4] == after[0]
-    assert starts == sorted(starts) and len(marks._spare) < 25
-    of.give_up(OSError("the test is over"))
+    assert starts == sorted(starts) and len(on_a_device.marks._spare) < 25
+
+
+def test_steps_are_told_together_and_all_of_an_interval_before_it_is_written(on_a_device):
+    for number in range(1, 12):
+        step_on_a_device(on_a_device, number)
+    assert not on_a_device._rows and len(on_a_device._untold) == 11
+    Event.caught_up = False  # it is waited for
+    step_on_a_device(on_a_device, 12)
+    assert not on_a_device._untold and on_a_device._num_untold == 0
+    (part,) = on_a_device.options.folder.iterdir()
+    assert set(pq.read_table(part)["step"].to_pylist()) == set(range(1, 13))
+
+
+def test_hours_between_steps_blur_none_of_their_times(on_a_device):
+    """An event 14 hours from the base is told with an error of up to 2 ms."""
+    Event.takes_s = 0.001
+    for number in (1, 2):
+        step_on_a_device(on_a_device, number)
+        on_a_device.part()
+        Event.now_s += 50_000.0
+    on_a_device._tell()
+    rows = recorded(on_a_device)
+    assert len(rows) == 10 and 49_999 < rows[5].start_ts - rows[0].start_ts < 50_001
+    durations = [row.duration for row in rows]
+    assert durations == pytest.approx([0.001, 0.001, 0.001, 0.002, 0.001] * 2, abs=1e-6)
 
 
 class Broken(ProcessMarks):
@@ -560,7 +603,7 @@ def test_a_step_that_fails_still_fails_as_it_did(monkeypatch):
 
 @pytest.mark.parametrize("fails", ["prepare", "take", "exchange", "log"])
 def test_a_log_line_that_fails_ends_the_log_lines_alone(tmp_path, capsys, fails):
-    of = recorder(tmp_path)
+    of = Recorder(options(**{"": str(tmp_path), "_interval": 1}), Topology(1, 2), 64, ProcessMarks())
     of.parts = parts(tmp_path)
 
     def full(*_):
@@ -572,7 +615,6 @@ def test_a_log_line_that_fails_ends_the_log_lines_alone(tmp_path, capsys, fails)
         of._step, of.in_step = Step(number, of.mark()), True
         of._step.operations.append(("forward-compute", 0, 0, of.mark(), of.mark()))
         of.end()
-        of._write()
         of.log(number)
     assert of.is_on and of.live is None
     assert set(pq.read_table(tmp_path)["step"].to_pylist()) == {1, 2}

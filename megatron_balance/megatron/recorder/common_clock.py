@@ -35,17 +35,18 @@ class CommonClock:
         """
         self.store, self.rank, self.epoch_s = store, rank, epoch_s
         self.offset_s, self.uncertainty_s = 0.0, math.inf
-        store.set(f"clock/machine/{rank}", f"{machine or _machine()} {epoch_s!r}")
-        keys = [f"clock/machine/{other}" for other in range(world_size)]
-        self._machines = [text.decode().rpartition(" ") for text in said_by_all(store, keys)]
-        first = {}
-        for other, (machine, _, _) in enumerate(self._machines):
-            first.setdefault(machine, other)
-        self._asks = first[self._machines[rank][0]]  # the rank that asks for this machine
-        self._asking = sorted({*first.values()} - {0})
+        machine = machine or _machine()
+        store.set(f"clock/machine/{rank}", f"{machine} {epoch_s!r}")
+        self._asking = _first_of_each_machine(store, world_size) if rank == 0 else []
+        (told,) = said_by_all(store, [f"clock/first/{machine}"])
+        asks, asks_epoch_s, machines = told.decode().split()
+        self._asks, self._asks_epoch_s = (
+            int(asks),
+            float(asks_epoch_s),
+        )  # the rank that asks for this machine, and its clock
         self._round, self._questions = 0, _ROUNDS
         self._is_answered = True
-        self._patience_s = _PATIENCE_S + 0.05 * len(self._asking)
+        self._patience_s = _PATIENCE_S + 0.05 * int(machines)
 
     def synchronize(self) -> None:
         """Compare clocks again. Between steps, on all ranks.
@@ -64,9 +65,9 @@ class CommonClock:
             if self._is_answered:
                 offset_s, self.uncertainty_s = map(float, self.store.get(key).decode().split())
                 # The asking process's clock, and from it to this one's: both read the same monotonic clock.
-                self.offset_s = offset_s + float(self._machines[self._asks][2]) - self.epoch_s
+                self.offset_s = offset_s + self._asks_epoch_s - self.epoch_s
         if self._asks == 0:
-            self.offset_s, self.uncertainty_s = float(self._machines[0][2]) - self.epoch_s, 0.0
+            self.offset_s, self.uncertainty_s = self._asks_epoch_s - self.epoch_s, 0.0
         self._questions = _LATER_ROUNDS
 
     def _answer(self, other: int) -> bool:
@@ -75,7 +76,7 @@ class CommonClock:
         for count in range(self._questions):
             if not _awaited(self.store, f"clock/ask/{other}/{self._round}/{count}", patience_s):
                 return False
-            now_s = float(self._machines[0][2]) + time.monotonic()
+            now_s = self.epoch_s + time.monotonic()
             self.store.set(f"clock/told/{other}/{self._round}/{count}", repr(now_s))
         return True
 
@@ -96,6 +97,20 @@ class CommonClock:
             trip_s, self.offset_s = min(answers[1:])  # the first waits for rank 0 to come
             self.uncertainty_s = trip_s / 2
         self.store.set(f"clock/offset/{self.rank}/{self._round}", f"{self.offset_s!r} {self.uncertainty_s!r}")
+
+
+def _first_of_each_machine(store: Any, world_size: int) -> list[int]:
+    """Tell each machine its first rank, the clock of that, and the number of machines; return these ranks but rank 0.
+
+    For rank 0: if every rank read what all have said, the store would be asked for the square of their number.
+    """
+    first: dict[str, tuple[int, str]] = {}
+    for rank, text in enumerate(said_by_all(store, [f"clock/machine/{rank}" for rank in range(world_size)])):
+        machine, epoch_s = text.decode().split()
+        first.setdefault(machine, (rank, epoch_s))
+    for machine, (rank, epoch_s) in first.items():
+        store.set(f"clock/first/{machine}", f"{rank} {epoch_s} {len(first)}")
+    return sorted(rank for rank, _ in first.values() if rank)
 
 
 def _machine() -> str:
