@@ -1,40 +1,17 @@
 #!/usr/bin/env bash
 # Reproduce a pipeline held up by its last stage, diagnose it, mend it, and diagnose it again. See --help.
 set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/lib/reproduce.sh"
 
-usage() {
+story() {
     cat <<'HELP'
-usage: bash scripts/reproduce_stage_imbalance.sh [--quick] [--out FOLDER]
-
 Real Megatron on two pipeline stages, from a clean seed, on the source text of Python's standard library:
   1. trains a GPT with a large vocabulary as stock, layers split uniformly, with --straggler-trace
   2. `megatron-balance diagnose`: names the cause, and what the head costs
   3. trains it again and with `--balanced-pipeline`, which measures and plans, in turns, a step each, so that
      whatever else slows this machine slows both
   4. `megatron-balance diagnose --before --after`: which symptoms went, what was predicted, and what came
-
-It checks, and says what is not so, that the diagnosis names the stage split as the worst cause of the stock job; that every line
-of its checklist that said yes before says no after; and that the predicted ratio of step times is within 10 % of the measured
-one. On a busy machine the last may fail.
-
-  --quick       fewer steps: 2 minutes instead of 3 (on two CPU cores, once the packages are installed)
-  --out FOLDER  where results go (default: reproduce-out/stage in the repository)
-  -h, --help    this text
-
-What it leaves in the folder:
-  alone/, turns/  logs, and the traces of every job, for `megatron-balance diagnose`
-  summary.json    verdicts, symptoms, predicted and measured gain
-
-Exit status: 0 when all of that is so; 1 when it is not, or a launch failed; 2 for a wrong argument.
-
-Environment: as for scripts/quickstart.sh
 HELP
 }
 
-for argument in "$@"; do
-    case "$argument" in -h | --help) usage && exit ;; esac
-done
-
-root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-source "$root/scripts/lib/python.sh"
-run_module "$root" reproduce stage "$@"
+reproduce stage "the stage split" "2 minutes instead of 3" "$@"

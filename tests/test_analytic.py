@@ -6,9 +6,11 @@ import json
 from dataclasses import replace
 
 import pytest
+from flops import head_flops, layer_flops
 from models import MODELS as PUBLISHED
 
-from megatron_balance.costs.analytic import analytic_costs, head_flops, layer_flops
+from megatron_balance.costs.analytic import analytic_table
+from megatron_balance.costs.chain import ChainCosts
 from megatron_balance.costs.devices import CPU_CORE, Device, Kernel, device_chosen, device_named
 from megatron_balance.errors import BalanceError
 from megatron_balance.model import ModelSpec
@@ -31,7 +33,11 @@ def spec(name: str = "llama-3-8b", **changes) -> ModelSpec:
 
 
 def costs(name: str = "llama-3-8b", topology: Topology = ONE, device: Device = H100, **changes):
-    return analytic_costs(spec(name, **changes), topology, device)
+    return chain_of(spec(name, **changes), topology, device)
+
+
+def chain_of(model: ModelSpec, topology: Topology, device: Device) -> ChainCosts:
+    return analytic_table(model, topology, device).chain(model, topology)
 
 
 # FLOPs.
@@ -226,7 +232,7 @@ MEASURED = [
 @pytest.mark.parametrize("arguments, micro_batch_size, measured", MEASURED)
 def test_cpu_weights_are_near_measured_ones(arguments, micro_batch_size, measured):
     topology = Topology(pipeline_size=2, num_microbatches=16, micro_batch_size=micro_batch_size)
-    chain = analytic_costs(ModelSpec.from_arguments({**CPU_GPT, **arguments}), topology, CPU_CORE)
+    chain = chain_of(ModelSpec.from_arguments({**CPU_GPT, **arguments}), topology, CPU_CORE)
     whole = chain.head.total_s / chain.mean_layer.total_s
     weights = (*chain.in_layers(chain.head), whole, chain.in_layers(chain.embedding)[1])
     assert weights == pytest.approx(measured, rel=0.25)

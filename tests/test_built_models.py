@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from flops import model_flops
 from packaging.version import Version
 
-from megatron_balance.costs.analytic import model_flops
 from megatron_balance.costs.parameters import chain_parameters
 from megatron_balance.model import ModelSpec
 from megatron_balance.topology import Topology

@@ -87,6 +87,12 @@ def test_all_files_are_written_and_written_again(capsys, folder, tmp_path):
     assert json.loads((tmp_path / "costs.json").read_text())["format"] == "megatron-balance costs"
 
 
+def test_picture_without_matplotlib_says_what_to_install(capsys, folder, monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    status, out, err = run(capsys, f"{folder / 'before.parquet'} --picture {tmp_path / 'r.png'}")
+    assert (status, out) == (2, "") and "--picture needs matplotlib" in err and "pip install" in err
+
+
 def test_layers_that_the_trace_tells_need_no_flag(capsys, tmp_path):
     trace = split_trace((9, 9, 9, 9))
     write_trace(replace(trace, job=replace(trace.job, layers=(9, 9, 9, 9))), tmp_path / "told.parquet")

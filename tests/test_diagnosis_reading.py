@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 from traces import made_trace, public_folder, table_of, turns, write_ranks, write_trace
 
-from megatron_balance.diagnosis.reading import LENGTHS, read_trace
+from megatron_balance.diagnosis.reading import read_trace
 from megatron_balance.diagnosis.replay import Replay
 from megatron_balance.diagnosis.trace import Job, Trace
+from megatron_balance.diagnosis.trace_files import LENGTHS
 from megatron_balance.diagnosis.whatif import slowdown_of
 from megatron_balance.errors import BalanceError
 from megatron_balance.topology import Topology

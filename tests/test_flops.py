@@ -7,9 +7,9 @@ import subprocess
 import sys
 
 import pytest
+from flops import model_flops
 from models import MODELS
 
-from megatron_balance.costs.analytic import model_flops
 from megatron_balance.model import ModelSpec
 from megatron_balance.topology import Topology
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from megatron_balance.cli import main
-from megatron_balance.costs.analytic import analytic_costs
+from megatron_balance.costs.analytic import analytic_table
 from megatron_balance.costs.devices import device_chosen
 from megatron_balance.costs.transfer import transfer_s
 from megatron_balance.errors import BalanceError
@@ -63,7 +63,7 @@ def test_json_is_all_of_standard_output_and_holds_what_was_simulated(capsys) -> 
     assert [stage["layers"] for stage in values["stages"]] == list(layout.layers)
     job = read_job(shlex.split(PP4), num_microbatches=8)
     device = device_chosen("generic")
-    costs = analytic_costs(job.model, job.topology, device)
+    costs = analytic_table(job.model, job.topology, device).chain(job.model, job.topology)
     simulator = Simulator(job.topology, transfer_s(job.model, job.topology, device))
     stages = stage_costs(costs, layout.layers)
     step_s = simulator.step_s([stage.forward_s for stage in stages], [stage.backward_s for stage in stages])
@@ -141,7 +141,8 @@ def test_sensitivity_is_of_both_layouts_with_another_head(capsys) -> None:
     values = planned(capsys, f"--num-microbatches 8 {PP4}")
     assert [one["head_scale"] for one in values["sensitivity"]] == [0.5, 0.8, 1.2, 2.0]
     job = read_job(shlex.split(PP4), num_microbatches=8)
-    costs = analytic_costs(job.model, job.topology, device_chosen("generic"))
+    table = analytic_table(job.model, job.topology, device_chosen("generic"))
+    costs = table.chain(job.model, job.topology)
     forward, backward = costs.in_layers(costs.head)
     best = min((one for one in values["alternatives"] if one["legal"]), key=lambda one: one["iteration_over_even"])
     for one in values["sensitivity"]:

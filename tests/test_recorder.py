@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_balance.diagnosis.costs import chain_of
-from megatron_balance.diagnosis.reading import METADATA_KEY
+from megatron_balance.diagnosis.trace_files import METADATA_KEY
 from megatron_balance.errors import BalanceError
 from megatron_balance.megatron.recorder import common_clock, hooks, live
 from megatron_balance.megatron.recorder import recorder as recorder_room

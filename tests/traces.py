@@ -10,9 +10,10 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_balance.diagnosis.reading import METADATA_KEY, read_trace
+from megatron_balance.diagnosis.reading import read_trace
 from megatron_balance.diagnosis.replay import Replay
 from megatron_balance.diagnosis.trace import BACKWARD, FORWARD, Job, Sequences, Trace
+from megatron_balance.diagnosis.trace_files import METADATA_KEY
 from megatron_balance.schedule.order import Order
 from megatron_balance.schedule.simulate import Simulator
 from megatron_balance.topology import Topology

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from megatron_balance import __version__
-from megatron_balance.costs.chain import ChainCosts, ElementCost
+from megatron_balance.costs.chain import ElementCost
 from megatron_balance.costs.devices import Device
 from megatron_balance.costs.operations import Operations
 from megatron_balance.costs.parameters import chain_parameters, layer_parameters
@@ -18,17 +18,10 @@ from megatron_balance.model import LayerKind, ModelSpec
 from megatron_balance.topology import Topology
 
 
-def analytic_costs(model: ModelSpec, topology: Topology, device: Device) -> ChainCosts:
-    """Costs of one micro-batch on one rank of ``topology``, in seconds on ``device``.
-
-    Raises:
-        BalanceError: the device has no matrix products in the model's precision.
-    """
-    return analytic_table(model, topology, device).chain(model, topology)
-
-
 def analytic_table(model: ModelSpec, topology: Topology, device: Device) -> CostTable:
-    """The same by kind of element, as a costs file holds it; what follows the pipeline once a step is not estimated.
+    """Costs of one micro-batch on one rank of ``topology``, by kind of element, as a costs file holds them.
+
+    What follows the pipeline once a step is not estimated.
 
     Raises:
         BalanceError: the device has no matrix products in the model's precision.
@@ -64,24 +57,3 @@ def _layer(model: ModelSpec, topology: Topology, device: Device, kind: LayerKind
         [LengthRow(length, cost.forward_s, cost.backward_s) for length, cost in zip(lengths, costs, strict=True)],
         topology.micro_batch_size,
     )
-
-
-def layer_flops(model: ModelSpec, topology: Topology, layer: int) -> float:
-    """Forward matrix FLOPs of layer number ``layer`` for one micro-batch on one rank."""
-    return Operations(model, topology).layer(model.layers[layer]).forward_flops
-
-
-def mtp_flops(model: ModelSpec, topology: Topology) -> float:
-    """Forward matrix FLOPs of all multi-token-prediction depths, without output layer, for one micro-batch on one rank."""
-    return Operations(model, topology).mtp().forward_flops
-
-
-def head_flops(model: ModelSpec, topology: Topology) -> float:
-    """Forward matrix FLOPs of the output layer, once more for each prediction depth, for one micro-batch on one rank."""
-    return Operations(model, topology).head().forward_flops
-
-
-def model_flops(model: ModelSpec, topology: Topology) -> float:
-    """Forward matrix FLOPs of the whole model for one micro-batch on one rank."""
-    layers = sum(layer_flops(model, topology, layer) for layer in range(model.num_layers))
-    return layers + mtp_flops(model, topology) + head_flops(model, topology)

@@ -27,10 +27,6 @@ class Work:
     def __mul__(self, times: int) -> Work:
         return Work(self.forward * times, self.backward * times)
 
-    @property
-    def forward_flops(self) -> float:
-        return sum(kernel.flops for kernel in self.forward)
-
     def cost(self, device: Device) -> ElementCost:
         return ElementCost(device.seconds(self.forward), device.seconds(self.backward))
 

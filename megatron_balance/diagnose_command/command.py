@@ -10,12 +10,12 @@ import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_balance.errors import BalanceError
 from megatron_balance.files import check_place, write_standard_output, write_text
+from megatron_balance.plots import check_matplotlib
 
 if TYPE_CHECKING:
     from megatron_balance.diagnose_command.comparison import Comparison, Summary
@@ -124,10 +124,8 @@ def _check(options: argparse.Namespace) -> None:
     places = [os.path.realpath(path) for path in given.values()]
     if len({*places}) < len(places):
         raise BalanceError(f"{' and '.join(f'--{flag}' for flag in given)}: two of them name the same file")
-    if options.picture is not None and find_spec("matplotlib") is None:  # importing it takes longer than a mistake may
-        raise BalanceError(
-            "--picture needs matplotlib, which is not installed: pip install 'megatron_balance[timeline]'"
-        )
+    if options.picture is not None:
+        check_matplotlib("--picture")
 
 
 def _check_place(flag: str, path: str) -> None:

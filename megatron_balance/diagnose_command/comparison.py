@@ -51,12 +51,14 @@ class Change:
 
     @property
     def name(self) -> str:
+        """What became of the symptom."""
         if UNKNOWN in (self.before, self.after):
             return UNCLEAR
         return {(YES, NO): GONE, (YES, YES): STAYS, (NO, YES): NEW}.get((self.before, self.after), ABSENT)
 
     @property
     def style(self) -> str:
+        """In which the name is printed, as rich takes it."""
         return _STYLES[self.name]
 
 
@@ -80,12 +82,14 @@ class Comparison:
 
     @property
     def changes(self) -> tuple[Change, ...]:
+        """Of all symptoms that either side was asked for."""
         keys = dict.fromkeys((*self.before.answers, *self.after.answers))
         return tuple(
             Change(*key, self.before.answers.get(key, UNKNOWN), self.after.answers.get(key, UNKNOWN)) for key in keys
         )
 
     def sentences(self) -> Iterator[str]:
+        """What came, what was predicted, and how many symptoms went."""
         before, after = self.before, self.after
         slower = "faster" if self.gain >= 0 else "slower"
         tokens = ""
@@ -134,6 +138,7 @@ def _values(one: Summary) -> dict[str, Any]:
 
 
 def summary_of(report: Report) -> Summary:
+    """What of a report is compared."""
     found = report.diagnosis
     return Summary(
         report.name,

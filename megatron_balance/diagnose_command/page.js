@@ -67,7 +67,7 @@
 
   function most() {
     const rows = shown === ALL ? [data.workers] : data.by_step;
-    let highest = 1.1;
+    let highest = data.least_darkest;
     for (const row of rows) for (const value of row) if (value > highest) highest = value;
     return highest;
   }

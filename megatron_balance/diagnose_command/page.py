@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_balance.diagnose_command.report import Report, finite, hours, printable, ratio
+from megatron_balance.diagnose_command.report import LEAST_DARKEST, Report, finite, hours, printable, ratio
 from megatron_balance.diagnose_command.timeline import IDEAL, REAL, StepTimeline, step_timelines
 from megatron_balance.diagnosis.replay import Replay
 from megatron_balance.diagnosis.result import NO, YES, Check, Fix
@@ -212,6 +212,7 @@ def _data(report: Report, replay: Replay) -> dict[str, Any]:
         "actual": _rounded(slowdown.actual_s, 6),
         "ideal": _rounded(slowdown.ideal_s, 6),
         "workers": _rounded(slowdown.by_worker.ravel(), 4),
+        "least_darkest": LEAST_DARKEST,
         "by_step": [_rounded(each.ravel(), 3) for each in slowdown.by_worker_per_step],
         "timelines": {str(step): _timeline(step_timelines(replay, step), dp_ranks, stages) for step in steps},
     }

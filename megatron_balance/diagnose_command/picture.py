@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,11 +11,11 @@ from megatron_balance.diagnose_command.report import Report, ratio
 from megatron_balance.diagnose_command.timeline import IDEAL, REAL, StepTimeline
 from megatron_balance.diagnosis.trace import BACKWARD, COMBINED, FORWARD
 from megatron_balance.figures import percent, seconds, signed_percent
+from megatron_balance.plots import INK, heat_map, png, report_figure, titled
 
 _FORWARD, _BACKWARD, _ONCE, _IDLE = "#2f6fc4", "#e08a2e", "#7b61b0", "#e9ecf1"
-_INK, _FAINT, _BAD = "#22262e", "#6b7280", "#b3261e"
+_BAD = "#b3261e"
 _SHADES = (_IDLE, "#f0b8a4", "#d9604a", "#8f1510")
-_LEAST_RANGE = 0.1  # of shades above 1: what hardly differs looks so
 _BAR = 0.82
 _MOST_NUMBERED = (16, 10)  # rows and columns of a heatmap whose cells have their number written in
 
@@ -28,66 +27,44 @@ def picture(report: Report, timelines: Mapping[str, StepTimeline]) -> bytes:
         report: what was found.
         timelines: ``real`` and ``ideal``, of one step; drawn for the data-parallel rank that finishes last.
     """
-    from matplotlib.figure import Figure
-
     stages = report.diagnosis.slowdown.by_worker.shape[0]
     lanes = min(max(2 * (0.6 + 0.24 * stages), 3.0), 9.0)
-    figure = Figure(figsize=(14, 5.4 + lanes), layout="constrained")
-    figure.get_layout_engine().set(w_pad=0.12, h_pad=0.1, wspace=0.03, hspace=0.05)
-    figure.suptitle(_headline(report), x=0.012, ha="left", fontsize=15, fontweight="bold", color=_INK)
+    figure = report_figure(5.4 + lanes, _headline(report))
     rows = figure.subfigures(2, 1, height_ratios=(4.6, lanes))
     heatmap, causes, bars = rows[0].subplots(1, 3, width_ratios=(1.5, 0.85, 0.9))
     _heatmap(rows[0], heatmap, report)
     _causes(causes, report)
     _stages(bars, report)
     _timelines(rows[1], report, timelines)
-    file = io.BytesIO()
-    figure.savefig(file, format="png", dpi=130, facecolor="white")
-    return file.getvalue()
+    return png(figure)
 
 
 def _headline(report: Report) -> str:
     fix = f"; the fix: {signed_percent(report.diagnosis.fixes[0].gain)} predicted" if report.diagnosis.fixes else ""
-    return _plain(f"{report.headline}{fix}\n{_shortened(report.name)}: {report.sizes}")
+    return f"{report.headline}{fix}\n{_shortened(report.name)}: {report.sizes}"
 
 
 def _shortened(name: str) -> str:
     return name if len(name) <= 60 else name[:57] + "..."
 
 
-def _plain(text: str) -> str:
-    """Text in which matplotlib finds no formulas."""
-    return text.replace("$", r"\$")
-
-
 def _heatmap(figure: Any, axes: Any, report: Report) -> None:
     from matplotlib.colors import LinearSegmentedColormap
 
-    by_worker = report.diagnosis.slowdown.by_worker
-    most = max(1 + _LEAST_RANGE, float(np.nanmax(by_worker)))
+    by_worker, most = report.diagnosis.slowdown.by_worker, report.darkest
     colours = LinearSegmentedColormap.from_list("slowdown", _SHADES)
-    image = axes.imshow(by_worker, aspect="auto", cmap=colours, vmin=1, vmax=most, interpolation="nearest")
+    image = heat_map(axes, by_worker, colours, 1, most)
     if by_worker.shape[1] <= _MOST_NUMBERED[1] and by_worker.shape[0] <= _MOST_NUMBERED[0]:
         for (stage, dp_rank), value in np.ndenumerate(by_worker):
             dark = (value - 1) / (most - 1) > 0.5
             axes.text(
-                dp_rank, stage, ratio(value), ha="center", va="center", color="white" if dark else _INK, fontsize=9
+                dp_rank, stage, ratio(value), ha="center", va="center", color="white" if dark else INK, fontsize=9
             )
-    axes.set_xlabel("data-parallel rank", color=_INK)
-    axes.set_ylabel("pipeline rank", color=_INK)
-    _whole_ticks(axes, by_worker.shape)
-    _titled(axes, "Where: slowdown of each worker")
+    axes.set_xlabel("data-parallel rank", color=INK)
+    axes.set_ylabel("pipeline rank", color=INK)
+    titled(axes, "Where: slowdown of each worker")
     bar = figure.colorbar(image, ax=axes, pad=0.01, fraction=0.04)
     bar.outline.set_visible(False)
-
-
-def _whole_ticks(axes: Any, shape: tuple[int, int]) -> None:
-    from matplotlib.ticker import MaxNLocator
-
-    axes.xaxis.set_major_locator(MaxNLocator(min(shape[1], 12), integer=True, min_n_ticks=1))
-    axes.yaxis.set_major_locator(MaxNLocator(min(shape[0], 10), integer=True, min_n_ticks=1))
-    axes.tick_params(length=0)
-    axes.spines[:].set_visible(False)
 
 
 def _causes(axes: Any, report: Report) -> None:
@@ -96,14 +73,14 @@ def _causes(axes: Any, report: Report) -> None:
     for place, (name, share) in enumerate(rows):
         share = max(float(np.nan_to_num(share)), 0.0)
         axes.barh(place, 100 * share, 0.6, color=_IDLE if name == "no name" else _BAD if place == 0 else "#d9826f")
-        axes.text(100 * share + 1.5, place, percent(share, 0), va="center", color=_INK)
+        axes.text(100 * share + 1.5, place, percent(share, 0), va="center", color=INK)
     axes.set_yticks(range(len(rows)), [name.replace(" ", "\n", 1) for name, _ in rows], fontsize=9)
     axes.set_ylim(len(rows) - 0.4, -0.6)
     axes.set_xlim(0, max(120.0, 120 * max((share for _, share in rows), default=1)))
     axes.set_xticks([])
     axes.spines[["bottom"]].set_visible(False)
     axes.tick_params(axis="y", length=0)
-    _titled(axes, f"Why: shares of the lost {percent(max(report.diagnosis.slowdown.slowdown - 1, 0))}")
+    titled(axes, f"Why: shares of the lost {percent(max(report.diagnosis.slowdown.slowdown - 1, 0))}")
 
 
 def _stages(axes: Any, report: Report) -> None:
@@ -112,11 +89,11 @@ def _stages(axes: Any, report: Report) -> None:
     for row, (name, colour) in enumerate((("forward", _FORWARD), ("backward", _BACKWARD))):
         axes.bar(place + (row - 0.5) * width, stage_ms[row], width * 0.94, color=colour, label=name)
     _whole_stage_ticks(axes, place.size)
-    axes.set_xlabel("stage", color=_INK)
-    axes.set_ylabel("ms of a micro-batch, mean", color=_INK)
+    axes.set_xlabel("stage", color=INK)
+    axes.set_ylabel("ms of a micro-batch, mean", color=INK)
     axes.set_ylim(0, 1.18 * float(stage_ms.max() or 1))
     axes.legend(frameon=False, loc="upper left", ncols=2, fontsize=9)
-    _titled(axes, "Stages")
+    titled(axes, "Stages")
 
 
 def _whole_stage_ticks(axes: Any, stages: int) -> None:
@@ -133,9 +110,9 @@ def _timelines(figure: Any, report: Report, timelines: Mapping[str, StepTimeline
     words = {REAL: f"Step {step} as recorded, DP rank {dp_rank}", IDEAL: "The same if nothing straggled"}
     for axes, name in zip(panels, (REAL, IDEAL), strict=True):
         _panel(axes, timelines[name], dp_rank, report.diagnosis.slowdown.by_worker.shape[0])
-        _titled(axes, f"{words[name]}: {seconds(timelines[name].step_s)}")
+        titled(axes, f"{words[name]}: {seconds(timelines[name].step_s)}")
     panels[-1].set_xlim(0, 1.005 * max(timeline.step_s for timeline in timelines.values()))
-    panels[-1].set_xlabel("seconds since the step began", color=_INK)
+    panels[-1].set_xlabel("seconds since the step began", color=INK)
     _legend(figure)
 
 
@@ -159,7 +136,7 @@ def _panel(axes: Any, timeline: StepTimeline, dp_rank: int, stages: int) -> None
     axes.set_ylim(stages - 0.5, -0.5)
     axes.tick_params(axis="y", length=0)
     axes.spines[["left"]].set_visible(False)
-    axes.axvline(timeline.step_s, color=_INK, linewidth=1.2)
+    axes.axvline(timeline.step_s, color=INK, linewidth=1.2)
 
 
 def _legend(figure: Any) -> None:
@@ -168,9 +145,3 @@ def _legend(figure: Any) -> None:
     names = ((_FORWARD, "forward"), (_BACKWARD, "backward"), (_ONCE, "once a step"), (_IDLE, "waiting"))
     handles = [Patch(color=colour, label=label) for colour, label in names]
     figure.legend(handles=handles, loc="outside lower center", ncols=4, frameon=False)
-
-
-def _titled(axes: Any, title: str) -> None:
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.tick_params(colors=_INK)
-    axes.set_title(_plain(title), loc="left", fontsize=11.5, fontweight="bold", color=_INK)

@@ -9,8 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from megatron_balance.diagnosis.result import Diagnosis, Fix
+from megatron_balance.diagnosis.result import WORKER, Diagnosis, Fix
 from megatron_balance.diagnosis.trace import BACKWARD, FORWARD, Trace
+
+LEAST_DARKEST = 1.1  # slowdown: workers that hardly differ look so
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,6 +29,7 @@ class Report:
 
     @property
     def sizes(self) -> str:
+        """The job's size and how much of it was recorded, on one line."""
         job, sizes = self.trace.job, self.trace.job.topology
         virtual = f" VPP{sizes.virtual_size}" if sizes.virtual_size > 1 else ""
         steps = self.diagnosis.slowdown.steps.size
@@ -40,9 +43,14 @@ class Report:
         """The verdict as a sentence."""
         found, slowdown = self.diagnosis, self.diagnosis.slowdown.slowdown
         named = " and ".join(
-            cause + (self._worker_named if cause == "one worker" else "") for cause in map(printable, found.verdict)
+            cause + (self._worker_named if cause == WORKER else "") for cause in map(printable, found.verdict)
         )
         return f"{named[:1].upper()}{named[1:]}: a step takes {slowdown:.3f} times what it would if nothing straggled"
+
+    @property
+    def darkest(self) -> float:
+        """Slowdown that heat maps of the workers show in their darkest colour; the palest is 1."""
+        return max(LEAST_DARKEST, float(np.nanmax(self.diagnosis.slowdown.by_worker)))
 
     @property
     def _worker_named(self) -> str:
@@ -76,9 +84,7 @@ class Report:
         stage = np.maximum(trace.chunk, 0).astype(np.int64) * sizes.pipeline_size + trace.pp_rank
         means = np.full((2, sizes.num_stages), np.nan)
         for row, name in enumerate((FORWARD, BACKWARD)):
-            if name not in trace.kinds:
-                continue
-            shown = (trace.kind == trace.kinds.index(name)) & (stage >= 0) & (stage < sizes.num_stages)
+            shown = trace.are(name) & (stage >= 0) & (stage < sizes.num_stages)
             count = np.bincount(stage[shown], minlength=sizes.num_stages)
             total_s = np.bincount(stage[shown], (trace.end_s - trace.start_s)[shown], sizes.num_stages)
             np.divide(total_s, count, out=means[row], where=count > 0)
@@ -165,8 +171,10 @@ def printable(text: str) -> str:
 
 
 def ratio(number: float | None) -> str:
+    """A slowdown."""
     return f"{number:.3f}" if number is not None and math.isfinite(number) else "-"
 
 
 def hours(gpu_hours: float) -> str:
+    """GPU-hours, without their unit."""
     return f"{gpu_hours:,.0f}" if gpu_hours >= 100 else f"{gpu_hours:.3g}" if math.isfinite(gpu_hours) else "-"

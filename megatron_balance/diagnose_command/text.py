@@ -22,7 +22,6 @@ from megatron_balance.figures import percent, seconds, signed_percent
 _WIDTH, _NARROWEST, _WIDEST = 100, 40, 140
 _SHADES = " \u2591\u2592\u2593\u2588"
 _STYLES = ("dim", "", "yellow", "bold yellow", "bold red")
-_LEAST_RANGE = 0.1  # of the shades above 1: what hardly differs looks so
 _MOST_ROWS = 16
 _ANSWERS = {YES: ("yes", "bold red"), NO: ("no", "green"), UNKNOWN: ("not measurable", "dim")}
 
@@ -107,8 +106,7 @@ def _known(number: float) -> float:
 
 def _workers(report: Report) -> Iterator[RenderableType]:
     """A row of blocks for each PP rank; columns are DP ranks, or the slowest of neighbours where they do not fit."""
-    by_worker = report.diagnosis.slowdown.by_worker
-    most = max(1 + _LEAST_RANGE, float(np.nanmax(by_worker)))
+    by_worker, most = report.diagnosis.slowdown.by_worker, report.darkest
     columns = min(by_worker.shape[1], 60)
     groups = np.array_split(np.arange(by_worker.shape[1]), columns)
     wide = max(1, min(4, 60 // columns))
@@ -172,6 +170,7 @@ def _checklist(checks: tuple[Check, ...]) -> Iterator[RenderableType]:
 
 
 def answer(given: str) -> Text:
+    """An answer of the checklist in its colour."""
     return Text(*_ANSWERS.get(given, (given, "")))
 
 

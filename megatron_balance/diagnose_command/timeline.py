@@ -11,7 +11,8 @@ import numpy as np
 
 from megatron_balance.diagnose_command.report import printable
 from megatron_balance.diagnosis.replay import Moments, Replay, run
-from megatron_balance.diagnosis.trace import PASSES, PAUSE, TRANSFERS
+from megatron_balance.diagnosis.trace import PASSES, PAUSE, TRANSFERS, of_kinds
+from megatron_balance.trace_events import FIRST_PROCESS, labels, operation
 
 REAL, IDEAL = "real", "ideal"
 _STREAMS = {**dict.fromkeys(PASSES, 0), **{name: 2 + place for place, name in enumerate(TRANSFERS)}}
@@ -48,6 +49,10 @@ class StepTimeline:
     def step_s(self) -> float:
         return float(self.end_s.max()) if self.end_s.size else 0.0
 
+    def are(self, *names: str) -> np.ndarray:
+        """Whether each operation is of one of these kinds, bool."""
+        return of_kinds(self.kind, self.kinds, names)
+
     def only(self, shown: np.ndarray) -> StepTimeline:
         """The operations for which ``shown`` is true."""
         labels = (self.kind, self.dp_rank, self.pp_rank, self.chunk, self.microbatch)
@@ -57,7 +62,7 @@ class StepTimeline:
     @property
     def computes(self) -> np.ndarray:
         """Which operations are forward or backward passes."""
-        return np.isin(self.kind, [place for place, name in enumerate(self.kinds) if name in PASSES])
+        return self.are(*PASSES)
 
     @property
     def last_dp_rank(self) -> int:
@@ -68,7 +73,7 @@ class StepTimeline:
     @property
     def transfers(self) -> np.ndarray:
         """Which operations are transfers between stages."""
-        return np.isin(self.kind, [place for place, name in enumerate(self.kinds) if name in TRANSFERS])
+        return self.are(*TRANSFERS)
 
 
 def step_timelines(replay: Replay, step: int) -> dict[str, StepTimeline]:
@@ -99,10 +104,8 @@ def _timeline(replay: Replay, step: int, start_s: np.ndarray, end_s: np.ndarray,
     start, end = start_s.ravel() - first_s, end_s.ravel() - first_s
     end = np.maximum(start, end)
     timeline = StepTimeline(step, nodes.kinds, *arrays, start, end, np.clip(working_s.ravel(), 0.0, end - start))
-    never = (
-        nodes.kinds.index(PAUSE) if PAUSE in nodes.kinds else -1
-    )  # each rank has a node for pauses, had it any or not
-    return timeline.only((timeline.kind != never) | (end > start))
+    # Each rank has a node for pauses, had it any or not.
+    return timeline.only(~timeline.are(PAUSE) | (end > start))
 
 
 # --- the trace for Perfetto
@@ -112,8 +115,7 @@ def perfetto(timelines: Mapping[str, StepTimeline], job: str) -> str:
     """The steps in the Trace Event Format's JSON object form, a process for each group and data-parallel rank.
 
     Threads are a pipeline rank's streams; operations that overlap in one stream get lanes of their own, as events of a thread
-    must nest. Complete events (``ph`` X) with ``ts`` and ``dur`` in microseconds, metadata events (M) for names and order. Source:
-    "Trace Event Format" of the Chromium project, which Perfetto reads.
+    must nest.
     """
     events: list[dict[str, Any]] = []
     for group, (name, timeline) in enumerate(timelines.items()):
@@ -124,10 +126,10 @@ def perfetto(timelines: Mapping[str, StepTimeline], job: str) -> str:
 
 def _group(group: int, name: str, timeline: StepTimeline) -> Iterator[dict[str, Any]]:
     dp_ranks = np.unique(timeline.dp_rank)
-    base = 1 + group * (int(dp_ranks.max(initial=0)) + 1)  # Perfetto takes process 0 for an idle processor
+    base = FIRST_PROCESS + group * (int(dp_ranks.max(initial=0)) + 1)
     for dp_rank in dp_ranks.tolist():
-        yield _named(base + dp_rank, 0, "process_name", name=f"{name} step {timeline.step}, DP rank {dp_rank}")
-        yield _named(base + dp_rank, 0, "process_sort_index", sort_index=base + dp_rank)
+        process = base + dp_rank
+        yield from labels("process", process, 0, f"{name} step {timeline.step}, DP rank {dp_rank}", process)
     stream = np.array([_STREAMS.get(kind, _ONCE) for kind in timeline.kinds], dtype=np.int64)[timeline.kind]
     key = (timeline.dp_rank.astype(np.int64) << 32) + timeline.pp_rank.astype(np.int64) * len(_STREAM_NAMES) + stream
     order = np.lexsort((-timeline.end_s, timeline.start_s, key))
@@ -146,28 +148,20 @@ def _group(group: int, name: str, timeline: StepTimeline) -> Iterator[dict[str, 
             threads.add((process, thread))
             lanes = f" ({lane + 1})" if lane else ""
             words = f"PP rank {pp_rank}: {_STREAM_NAMES[stream[row]]}{lanes}"
-            yield _named(process, thread, "thread_name", name=words)
-            yield _named(process, thread, "thread_sort_index", sort_index=thread)
+            yield from labels("thread", process, thread, words, thread)
         yield _event(timeline, row, process, thread, start_us, end_us)
 
 
 def _event(timeline: StepTimeline, row: int, process: int, thread: int, start_us: int, end_us: int) -> dict[str, Any]:
     kind, microbatch = printable(timeline.kinds[timeline.kind[row]]), int(timeline.microbatch[row])
-    return {
-        "ph": "X",
-        "pid": process,
-        "tid": thread,
-        "name": kind if microbatch < 0 else f"{kind} {microbatch}",
-        "cat": kind,
-        "ts": start_us,
-        "dur": end_us - start_us,
-        "args": {
-            "microbatch": microbatch,
-            "chunk": int(timeline.chunk[row]),
-            "waits_us": max(0, end_us - start_us - round(1e6 * float(timeline.working_s[row]))),
-        },
-    }
-
-
-def _named(process: int, thread: int, kind: str, **args: Any) -> dict[str, Any]:
-    return {"ph": "M", "pid": process, "tid": thread, "name": kind, "args": args}
+    return operation(
+        process,
+        thread,
+        kind if microbatch < 0 else f"{kind} {microbatch}",
+        kind,
+        start_us,
+        end_us - start_us,
+        microbatch=microbatch,
+        chunk=int(timeline.chunk[row]),
+        waits_us=max(0, end_us - start_us - round(1e6 * float(timeline.working_s[row]))),
+    )

@@ -54,7 +54,7 @@ class Causes:
         """
         replay, signals = self.replay, self.signals
         if cause == COMMUNICATION:
-            return np.where(self._is(*EXCHANGES)[:, None], replay.actual_s - replay.ideal_s[:, None], 0.0)
+            return np.where(replay.nodes.are(*EXCHANGES)[:, None], replay.actual_s - replay.ideal_s[:, None], 0.0)
         extra = np.zeros_like(replay.actual_s)
         if cause == GARBAGE:
             extra = replay.paused_s.copy()
@@ -157,6 +157,3 @@ class Causes:
     def _step_s(self, extra: np.ndarray) -> np.ndarray:
         seconds = self.replay.ideal_s[:, None] + extra
         return self.replay.steps_with_s(np.broadcast_to(seconds, self.replay.actual_s.shape))
-
-    def _is(self, *names: str) -> np.ndarray:
-        return np.array([name in names for name in self.replay.nodes.kinds])[self.replay.nodes.kind]

@@ -12,7 +12,7 @@ from functools import cached_property
 
 import numpy as np
 
-from megatron_balance.diagnosis.trace import PASSES, PAUSE, Sequences, Trace
+from megatron_balance.diagnosis.trace import PASSES, PAUSE, Sequences, Trace, of_kinds
 from megatron_balance.errors import BalanceError
 
 _MOST_SHOWN = 3
@@ -70,28 +70,15 @@ def cells_of(trace: Trace) -> Cells:
         BalanceError: there are no rows, or a step would have more operations than the trace has rows.
     """
     topology = trace.job.topology
-    is_pass = np.array([name in PASSES for name in trace.kinds], dtype=bool)
-    pause = trace.kinds.index(PAUSE) if PAUSE in trace.kinds else -1
-    rows = np.flatnonzero(trace.kind != pause)
+    rows = np.flatnonzero(~trace.are(PAUSE))
     if not rows.size:
         raise BalanceError("the trace has no operations: give one of a job that trained at least one step")
-    if rows.size == trace.kind.size:
-        rows, pick = np.arange(trace.kind.size), lambda values: values
-    else:
-        pick = lambda values: values[rows]  # noqa: E731
+    noted = trace if rows.size == trace.kind.size else take(trace, rows)
     steps = trace.steps
-    row_step = np.searchsorted(steps, pick(trace.step))
-    row_lane = pick(trace.dp_rank).astype(np.int64)
-    kind = pick(trace.kind).astype(np.int64)
-    chunk, microbatch = pick(trace.chunk), pick(trace.microbatch)
-    family = kind * topology.pipeline_size + pick(trace.pp_rank)
-    of_pass = is_pass[kind]
-    order = np.empty(rows.size, dtype=np.int64)
-    order[of_pass] = chunk[of_pass].astype(np.int64) * topology.num_microbatches + microbatch[of_pass]
-    others = np.flatnonzero(~of_pass)
+    row_step, row_lane = np.searchsorted(steps, noted.step), noted.dp_rank.astype(np.int64)
     families = len(trace.kinds) * topology.pipeline_size
-    group = ((row_step * topology.data_size + row_lane) * families + family)[others]
-    order[others] = _turn_in_group(group, pick(trace.start_s)[others])
+    family = noted.kind.astype(np.int64) * topology.pipeline_size + noted.pp_rank
+    order = _order_of_rows(noted, (row_step * topology.data_size + row_lane) * families + family)
     width = int(order.max()) + 1
     if families * width > max(64 * rows.size, 1 << 20):
         raise BalanceError(
@@ -104,21 +91,20 @@ def cells_of(trace: Trace) -> Cells:
     number[present] = np.arange(present.size)
     row_node = number[code]
     labels = np.full((2, present.size), -1, dtype=np.int64)
-    labels[0, row_node], labels[1, row_node] = chunk, microbatch
+    labels[0, row_node], labels[1, row_node] = noted.chunk, noted.microbatch
     family_of, order_of = np.divmod(present, width)
     kind_of, stage_of = np.divmod(family_of, topology.pipeline_size)
-    return Cells(
-        rows,
-        row_node,
-        row_step,
-        row_lane,
-        steps,
-        kind_of,
-        stage_of,
-        *labels,
-        order_of,
-        topology.data_size,
-    )
+    return Cells(rows, row_node, row_step, row_lane, steps, kind_of, stage_of, *labels, order_of, topology.data_size)
+
+
+def _order_of_rows(noted: Trace, family: np.ndarray) -> np.ndarray:
+    """``Cells.order`` of each row. Rows of a ``family`` are of one kind and one rank in one step."""
+    of_pass = noted.are(*PASSES)
+    order = np.empty(family.size, dtype=np.int64)
+    chunk = noted.chunk[of_pass].astype(np.int64)
+    order[of_pass] = chunk * noted.job.topology.num_microbatches + noted.microbatch[of_pass]
+    order[~of_pass] = _turn_in_group(family[~of_pass], noted.start_s[~of_pass])
+    return order
 
 
 def _turn_in_group(group: np.ndarray, start_s: np.ndarray) -> np.ndarray:
@@ -146,11 +132,8 @@ def whole(trace: Trace) -> Trace:
     wanted_lanes = counts.any(axis=(0, 1))
     usual = (counts[:, :, wanted_lanes] > 0).mean(axis=(0, 2)) >= 0.5
     good = (counts == 1).all(axis=1) if usual.all() else (counts[:, usual] == 1).all(axis=1)  # [steps, lanes]
-    if good.all() and usual.all():
-        _check_stages(trace, cells, usual)
-        return trace
     _check_stages(trace, cells, usual)
-    return _without(trace, cells, counts, usual, good)
+    return trace if good.all() and usual.all() else _without(trace, cells, counts, usual, good)
 
 
 def _with_all_ranks(trace: Trace) -> Trace:
@@ -172,12 +155,11 @@ def _with_all_ranks(trace: Trace) -> Trace:
 def _of_steps(sequences: Sequences | None, steps: np.ndarray) -> Sequences | None:
     if sequences is None:
         return None
-    return Sequences(*(getattr(sequences, name)[steps] for name in ("tokens", "longest", "squares")))
+    return sequences.at(steps)
 
 
 def _check_stages(trace: Trace, cells: Cells, usual: np.ndarray) -> None:
-    is_pass = np.array([name in PASSES for name in trace.kinds])[cells.kind]
-    stages = np.unique(cells.stage[usual & is_pass])
+    stages = np.unique(cells.stage[usual & of_kinds(cells.kind, trace.kinds, PASSES)])
     missing = np.setdiff1d(np.arange(trace.job.topology.pipeline_size), stages)
     if missing.size:
         raise BalanceError(
@@ -221,8 +203,7 @@ def _without(trace: Trace, cells: Cells, counts: np.ndarray, usual: np.ndarray, 
         )
     keep = np.zeros(trace.kind.size, dtype=bool)
     keep[cells.rows] = usual[cells.row_node]
-    if PAUSE in trace.kinds:
-        keep |= trace.kind == trace.kinds.index(PAUSE)
+    keep |= trace.are(PAUSE)
     keep &= lanes_ok[trace.dp_rank] & steps_ok[np.searchsorted(cells.steps, trace.step)]
     return replace(take(trace, keep), sequences=_of_steps(trace.sequences, steps_ok), problems=tuple(problems))
 

@@ -23,9 +23,9 @@ def aligned(trace: Trace) -> Trace:
     Raises:
         BalanceError: a rank is more than a minute and ten steps away from the others, which no clock is.
     """
-    if _TOGETHER not in trace.kinds:
+    rows = np.flatnonzero(trace.are(_TOGETHER))
+    if not rows.size:
         return trace
-    rows = np.flatnonzero(trace.kind == trace.kinds.index(_TOGETHER))
     topology = trace.job.topology
     steps, step = np.unique(trace.step[rows], return_inverse=True)
     worker = trace.pp_rank[rows].astype(np.int64) * topology.data_size + trace.dp_rank[rows]

@@ -155,8 +155,7 @@ def typical_embedding_s(trace: Trace) -> np.ndarray | None:
         return None
     typical_s = []
     for way in (FORWARD, BACKWARD):
-        mine = np.isfinite(trace.embedding_s) & (trace.pp_rank == 0) & (trace.chunk == 0)
-        mine &= trace.kind == (trace.kinds.index(way) if way in trace.kinds else -1)
+        mine = np.isfinite(trace.embedding_s) & (trace.pp_rank == 0) & (trace.chunk == 0) & trace.are(way)
         ranks = np.unique(trace.dp_rank[mine])
         if not ranks.size:
             return None

@@ -102,9 +102,8 @@ def _splits(causes: Causes, split: RecordedSplit | None) -> list[Fix]:
         found = proposals(split)
     except BalanceError as error:
         return [_even_stages(causes, str(error))]
-    depths = (
-        causes.replay.trace.job.shapes.get("mtp_num_layers") or 0
-    )  # of multi-token prediction: Megatron counts the m
+    # Of multi-token prediction: Megatron counts the m of a layout.
+    depths = causes.replay.trace.job.shapes.get("mtp_num_layers") or 0
     if found[WITHIN] == found[FREE]:
         del found[FREE]
     return [

@@ -45,22 +45,15 @@ from megatron_balance.diagnosis.trace import (
     SCATTER,
     SEPARATE,
     TRANSFERS,
+    of_kinds,
 )
 from megatron_balance.errors import BalanceError
 from megatron_balance.schedule.order import schedule_order
 from megatron_balance.topology import Topology
 
 SYNCHRONISED = (GATHER, SCATTER, SEPARATE, CLIP, BEGIN, FINISH)  # over all data-parallel ranks
-TAIL = (
-    PAUSE,
-    LAYERNORM,
-    EMBEDDING,
-    SCATTER,
-    SEPARATE,
-    CLIP,
-    OPTIMIZER,
-    GATHER,
-)  # where two start at once, in this order
+# What follows the last pass; where two start at once, in this order.
+TAIL = (PAUSE, LAYERNORM, EMBEDDING, SCATTER, SEPARATE, CLIP, OPTIMIZER, GATHER)
 
 _ROUNDING_S = 1e-4  # by which what waits may seem to begin before what it waits for has ended
 
@@ -81,11 +74,13 @@ class Nodes:
     microbatch: np.ndarray
     order: np.ndarray
 
+    def are(self, *names: str) -> np.ndarray:
+        """Whether each operation is of one of these kinds, bool."""
+        return of_kinds(self.kind, self.kinds, names)
+
     def of(self, name: str, stage: int) -> list[int]:
         """Nodes of a kind on a pipeline rank, in turn."""
-        if name not in self.kinds:
-            return []
-        mine = np.flatnonzero((self.kind == self.kinds.index(name)) & (self.stage == stage))
+        mine = np.flatnonzero(self.are(name) & (self.stage == stage))
         return [int(node) for node in mine[np.argsort(self.order[mine], kind="stable")]]
 
 
@@ -120,7 +115,7 @@ def calls_of(nodes: Nodes, stages: int, start_s: np.ndarray, end_s: np.ndarray) 
         start_s, end_s: as recorded, shape [steps, nodes, lanes]. Those of the first cell give the turn. What begins and ends at
             once is one call if it does so in all cells: in one of them two calls may look alike, as clocks tick in microseconds.
     """
-    moves = np.array([name in TRANSFERS for name in nodes.kinds], dtype=bool)[nodes.kind]
+    moves = nodes.are(*TRANSFERS)
     ranks: Calls = []
     for stage in range(stages):
         mine = np.flatnonzero(nodes.stage == stage)
@@ -192,8 +187,7 @@ def _scheduled(nodes: Nodes, topology: Topology) -> list[list[int]]:
         passes = zip(order.is_backward[stage], order.chunk[stage], order.microbatch[stage], strict=True)
         keys = ((stage, BACKWARD if back else FORWARD, int(chunk), int(which)) for back, chunk, which in passes)
         turns.append([found[key] for key in keys if key in found])
-        combined = nodes.of(COMBINED, stage)
-        if combined:
+        if nodes.of(COMBINED, stage):
             raise BalanceError(
                 "combined passes are not in the order in which they were recorded: the clocks are damaged"
             )
@@ -240,8 +234,7 @@ class _Builder:
             if not in_turn:
                 self._chain(passes[stage])
                 self._first_backward(stage)
-                self._data_parallel(stage)
-                self._rest(stage)
+                self._rest(stage, self._data_parallel(stage))
         if in_turn:
             self._take_turns(calls)
         if not is_merged:
@@ -359,7 +352,8 @@ class _Builder:
             else:
                 self.waits[node].append(sender)
 
-    def _data_parallel(self, stage: int) -> None:
+    def _data_parallel(self, stage: int) -> list[int]:
+        """Exchanges of parameters and gradients; returns those of gradients that run while the pipeline does."""
         last_pass_s = max((self.end_s[node] for node in self.passes[stage]), default=-np.inf)
         exchanges = [*self.nodes.of(GATHER, stage), *self.nodes.of(SCATTER, stage)]
         self._chain(sorted(exchanges, key=lambda node: self.start_s[node]))
@@ -369,19 +363,16 @@ class _Builder:
             if passes and self.end_s[gather] <= self.start_s[passes[0]] + _ROUNDING_S:
                 self.waits[passes[0]].append(gather)
         scatters = [node for node in self.nodes.of(SCATTER, stage) if self.start_s[node] < last_pass_s - _ROUNDING_S]
-        self.early = set(scatters)  # reduced while the pipeline runs
         for scatter in self._first_of_chunk(scatters):
             chunk = self.nodes.chunk[scatter]
-            passes = [
-                node for node in self._of_direction(stage, BACKWARD) if chunk in (-1, self._label(node, BACKWARD)[0])
-            ]
-            passes = (
-                passes
-                if chunk >= 0
-                else [node for node in passes if self.end_s[node] <= self.start_s[scatter] + _ROUNDING_S]
-            )
+            passes = self._of_direction(stage, BACKWARD)
+            if chunk >= 0:
+                passes = [node for node in passes if self._label(node, BACKWARD)[0] == chunk]
+            else:
+                passes = [node for node in passes if self.end_s[node] <= self.start_s[scatter] + _ROUNDING_S]
             if passes:
                 self.waits[scatter].append(passes[-1])
+        return scatters
 
     def _first_of_chunk(self, turn: Iterable[int]) -> list[int]:
         """The first of each chunk in ``turn``."""
@@ -390,14 +381,13 @@ class _Builder:
             found.setdefault(int(self.nodes.chunk[node]), node)
         return list(found.values())
 
-    def _rest(self, stage: int) -> None:
-        """What follows the last pass, in turn."""
+    def _rest(self, stage: int, early_scatters: list[int]) -> None:
+        """What follows the last pass, in turn, and waits for the gradients that were exchanged before."""
         if not self.passes[stage]:
             return
         last = max(self.passes[stage], key=lambda node: self.end_s[node])
-        early = self.early | {
-            node for node in self.nodes.of(GATHER, stage) if self.start_s[node] < self.end_s[last] - _ROUNDING_S
-        }
+        gathers = self.nodes.of(GATHER, stage)
+        early = {*early_scatters, *(node for node in gathers if self.start_s[node] < self.end_s[last] - _ROUNDING_S)}
         tail = [(place, node) for place, name in enumerate(TAIL) for node in self.nodes.of(name, stage)]
         tail = sorted(
             (pair for pair in tail if pair[1] not in early),
@@ -405,17 +395,14 @@ class _Builder:
         )
         turn = [node for _, node in tail]
         self._chain([last, *turn])
-        scatters = [node for node in self.nodes.of(SCATTER, stage) if node in self.early]
         after = next((node for node in turn if self._kind(node) != PAUSE), None)
-        if scatters and after is not None:
-            self.waits[after].append(scatters[-1])
+        if early_scatters and after is not None:
+            self.waits[after].append(early_scatters[-1])
 
     def _meet(self) -> None:
         """Collectives over pipeline ranks."""
         for name in (EMBEDDING, CLIP, BEGIN, FINISH):
-            if name not in self.nodes.kinds:
-                continue
-            mine = np.flatnonzero(self.nodes.kind == self.nodes.kinds.index(name))
+            mine = np.flatnonzero(self.nodes.are(name))
             for turn in np.unique(self.nodes.order[mine]):
                 self.partners.append([int(node) for node in mine[self.nodes.order[mine] == turn]])
 

@@ -30,6 +30,7 @@ from megatron_balance.diagnosis.trace import (
     SEPARATE,
     TRANSFERS,
     Trace,
+    of_kinds,
 )
 from megatron_balance.errors import BalanceError
 
@@ -112,10 +113,9 @@ class Replay:
         trace = self.trace
         if not trace.job.in_turn:
             return np.where(self.is_operation(PAUSE)[:, None], self.actual_s, 0.0)
-        own = [name == BEGIN or not is_exchange(name) for name in self.nodes.kinds]
-        own = np.array(own, dtype=bool)[self.nodes.kind]
+        own = self.nodes.are(*(name for name in self.nodes.kinds if name == BEGIN or not is_exchange(name)))
         paused = np.zeros_like(self.start_s)
-        for row in np.flatnonzero(trace.kind == trace.kinds.index(PAUSE)) if PAUSE in trace.kinds else ():
+        for row in np.flatnonzero(trace.are(PAUSE)):
             step, lane = np.searchsorted(self.steps, trace.step[row]), np.searchsorted(self.lanes, trace.dp_rank[row])
             mine = np.flatnonzero(own & (self.nodes.stage == trace.pp_rank[row]))
             end_s = self.end_s[step, mine, lane]  # what lies before its last peer came is no time of the operation
@@ -156,8 +156,7 @@ class Replay:
 
     def is_operation(self, operation: str) -> np.ndarray:
         """Whether each node is of such a kind, bool [nodes]."""
-        named = [OPERATION_OF.get(name, name) == operation for name in self.nodes.kinds]
-        return np.array(named, dtype=bool)[self.nodes.kind]
+        return self.nodes.are(*(name for name in self.nodes.kinds if OPERATION_OF.get(name, name) == operation))
 
     def steps_s(self, chosen: np.ndarray) -> np.ndarray:
         """Seconds of each step with the chosen operations as they were and all others ideal.
@@ -306,7 +305,7 @@ class _Pauses:
     ) -> _Pauses:
         """A pause inside a pass is part of that pass and not counted again; those between passes count after the last."""
         stages = trace.job.topology.pipeline_size
-        rows = np.flatnonzero(trace.kind == trace.kinds.index(PAUSE))
+        rows = np.flatnonzero(trace.are(PAUSE))
         step = np.searchsorted(cells.steps, trace.step[rows])
         step_at = np.minimum(step, cells.steps.size - 1)
         lane = np.minimum(np.searchsorted(lanes, trace.dp_rank[rows]), lanes.size - 1)
@@ -314,8 +313,7 @@ class _Pauses:
         rows, step, lane = rows[known], step_at[known], lane[known]
         stage = trace.pp_rank[rows].astype(np.int64)
         first_s, last_s = trace.start_s[rows], trace.end_s[rows]
-        is_pass = cells.chunk >= 0
-        is_pass &= np.array([name in PASSES for name in trace.kinds], dtype=bool)[cells.kind]
+        is_pass = (cells.chunk >= 0) & of_kinds(cells.kind, trace.kinds, PASSES)
         begun = np.full((cells.steps.size, stages, lanes.size), -np.inf)
         apart = np.ones(rows.size, dtype=bool)
         for number in range(stages):

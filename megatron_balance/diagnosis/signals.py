@@ -24,9 +24,8 @@ from megatron_balance.diagnosis.replay import Moments, Replay, run
 from megatron_balance.diagnosis.trace import BACKWARD, FORWARD, PAUSE, Sequences
 
 COUNTS = 0.05  # half of the tenth from which the study says that a job straggles: less is no cause by itself
-_FAR = (
-    8.0  # standard deviations, as told from the median deviation: noise of 10 million normal passes does not reach it
-)
+# Standard deviations, as told from the median deviation: noise of 10 million normal passes does not reach it.
+_FAR = 8.0
 _APART = 4.0  # standard deviations that a worker must be above what is usual to be named
 _ENOUGH_STEPS = 5  # to tell a slow worker from long sequences where its other stages cannot
 _MANY_WORKERS = 16  # for their own spread to tell what is usual, even with one of them slow
@@ -121,9 +120,7 @@ def _passes(replay: Replay) -> np.ndarray | None:
     topology, nodes = replay.trace.job.topology, replay.nodes
     places = np.full((2, topology.num_stages, topology.num_microbatches), -1)
     for way, name in enumerate((FORWARD, BACKWARD)):
-        if name not in nodes.kinds:
-            return None
-        mine = np.flatnonzero(nodes.kind == nodes.kinds.index(name))
+        mine = np.flatnonzero(nodes.are(name))
         stage = np.maximum(nodes.chunk[mine], 0) * topology.pipeline_size + nodes.stage[mine]
         places[way, stage, nodes.microbatch[mine]] = mine
     return None if (places < 0).any() else places
@@ -135,7 +132,7 @@ def _passes(replay: Replay) -> np.ndarray | None:
 def _pauses(replay: Replay, nodes: np.ndarray, seconds: np.ndarray) -> tuple[np.ndarray, bool]:
     """Seconds of pauses within each pass, and whether the recorder noted them: ours notes all."""
     trace = replay.trace
-    rows = np.flatnonzero(trace.kind == (trace.kinds.index(PAUSE) if PAUSE in trace.kinds else -1))
+    rows = np.flatnonzero(trace.are(PAUSE))
     if trace.job.in_turn:
         return replay.paused_s[:, nodes], True
     if (trace.end_s[rows] > trace.start_s[rows]).any():
@@ -185,8 +182,8 @@ def _resistant_slope(x: np.ndarray, y: np.ndarray) -> float:
         return 0.0
     turn = np.argsort(x, kind="stable")
     low, high = turn[:third], turn[-third:]
-    run = float(np.median(x[high]) - np.median(x[low]))
-    return max(0.0, float(np.median(y[high]) - np.median(y[low])) / run) if run > 0 else 0.0
+    apart = float(np.median(x[high]) - np.median(x[low]))
+    return max(0.0, float(np.median(y[high]) - np.median(y[low])) / apart) if apart > 0 else 0.0
 
 
 # --- workers
@@ -272,8 +269,8 @@ def known_sequences(replay: Replay) -> Sequences | None:
     sequences = replay.trace.sequences
     if sequences is None:
         return None
-    of_lanes = [getattr(sequences, name)[:, :, replay.lanes] for name in ("tokens", "longest", "squares")]
-    return None if any((values < 0).any() for values in of_lanes) else Sequences(*of_lanes)
+    mine = sequences.at(np.s_[:, :, replay.lanes])
+    return None if any((values < 0).any() for values in (mine.tokens, mine.longest, mine.squares)) else mine
 
 
 def _lengths(replay: Replay) -> np.ndarray | None:

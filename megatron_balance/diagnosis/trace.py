@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -25,6 +26,21 @@ COMBINED = "forward-backward-compute"  # ours: a forward and a backward pass tha
 BEGIN, FINISH = "step-begin", "step-end"
 OURS = (COMBINED, BEGIN, FINISH)
 PASSES = (FORWARD, BACKWARD, COMBINED)
+
+
+def of_kinds(kind: np.ndarray, kinds: tuple[str, ...], names: Collection[str]) -> np.ndarray:
+    """Whether each operation is of one of the kinds ``names``.
+
+    Args:
+        kind: numbers in ``kinds``, -1 for none of them; any shape.
+        kinds: names of all kinds.
+        names: those asked for.
+
+    Returns:
+        bool, shape of ``kind``.
+    """
+    wanted = [name in names for name in kinds]
+    return np.array([*wanted, False])[kind]  # -1 is the last place
 
 
 @dataclass(frozen=True)
@@ -66,6 +82,10 @@ class Sequences:
     longest: np.ndarray
     squares: np.ndarray
 
+    def at(self, place: Any) -> Sequences:
+        """Those at ``place``, which indexes the arrays."""
+        return Sequences(self.tokens[place], self.longest[place], self.squares[place])
+
 
 @dataclass(frozen=True, eq=False)
 class Trace:
@@ -99,6 +119,10 @@ class Trace:
     sequences: Sequences | None = None
     embedding_s: np.ndarray | None = None
     problems: tuple[str, ...] = ()
+
+    def are(self, *names: str) -> np.ndarray:
+        """Whether each operation is of one of these kinds, bool."""
+        return of_kinds(self.kind, self.kinds, names)
 
     @property
     def steps(self) -> np.ndarray:

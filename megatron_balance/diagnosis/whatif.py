@@ -31,17 +31,7 @@ def slowdown_of(trace: Trace, replay: Replay | None = None) -> Slowdown:
     """
     replay = replay or Replay(trace)
     operations, stages, data_size = replay.operations(), trace.job.topology.pipeline_size, trace.job.topology.data_size
-    of_stage = replay.nodes.stage == np.arange(stages)[:, None]
-    chosen = np.concatenate(
-        [
-            np.ones((1, of_stage.shape[1]), dtype=bool),
-            np.zeros((1, of_stage.shape[1]), dtype=bool),
-            of_stage,
-            ~of_stage[-1:],
-            [replay.is_operation(operation) for operation in operations],
-        ]
-    )
-    steps_s = replay.steps_s(chosen)
+    steps_s = replay.steps_s(_as_they_were(replay, operations))
     actual_s, ideal_s, without_last_s = steps_s[0], steps_s[1], steps_s[2 + stages]
     stage_s, operation_s = steps_s[2 : 2 + stages], steps_s[3 + stages :]
     lane_s = replay.steps_of_lanes_s()
@@ -67,6 +57,20 @@ def slowdown_of(trace: Trace, replay: Replay | None = None) -> Slowdown:
         by_worker_per_step=np.minimum(stage_of_step[:, :, None], lane_of_step[:, None]),
         last_stage=_share(actual_s, without_last_s, lost) if stages > 1 else 0.0,
         slowest_workers=_share(actual_s, _without_slowest_s(replay, by_worker), lost),
+    )
+
+
+def _as_they_were(replay: Replay, operations: tuple[str, ...]) -> np.ndarray:
+    """Which nodes each what-if leaves as they were: all, none, those of each stage, all but the last stage's, each operation's.
+
+    Returns:
+        bool [what-ifs, nodes].
+    """
+    of_stage = replay.nodes.stage == np.arange(replay.trace.job.topology.pipeline_size)[:, None]
+    nodes = of_stage.shape[1]
+    of_operation = [replay.is_operation(operation) for operation in operations]
+    return np.concatenate(
+        [np.ones((1, nodes), dtype=bool), np.zeros((1, nodes), dtype=bool), of_stage, ~of_stage[-1:], of_operation]
     )
 
 

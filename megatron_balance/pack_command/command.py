@@ -10,7 +10,6 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,6 +18,7 @@ from megatron_balance.files import check_place, write_standard_output, write_tex
 from megatron_balance.packing.cost import SHAPES
 from megatron_balance.packing.pieces import LONG_DOCUMENTS, SPLIT
 from megatron_balance.planning.flags import FLAG
+from megatron_balance.plots import check_matplotlib
 
 if TYPE_CHECKING:
     from megatron_balance.pack_command.report import Report
@@ -169,8 +169,7 @@ def _check_files(options: argparse.Namespace) -> None:
 def _check_picture(path: str) -> None:
     if not path.endswith(".png"):
         raise BalanceError(f"--plot {path}: end the name in .png")
-    if find_spec("matplotlib") is None:  # importing it takes longer than a mistake may
-        raise BalanceError("--plot needs matplotlib, which is not installed: pip install 'megatron_balance[timeline]'")
+    check_matplotlib("--plot")
 
 
 def _write_files(options: argparse.Namespace, report: Report, found: Study) -> None:

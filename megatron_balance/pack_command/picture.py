@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import io
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from megatron_balance.figures import signed_percent
 from megatron_balance.pack_command.text import short
+from megatron_balance.plots import INK, heat_map, png, report_figure, titled
 
 if TYPE_CHECKING:
     from megatron_balance.pack_command.report import Report
@@ -16,26 +16,20 @@ if TYPE_CHECKING:
 
 _WORK, _WAIT, _OURS, _OURS_WAIT = "#9db7d9", "#e4e7ec", "#2f6fc4", "#bcd2ef"
 _DOCUMENTS, _TOKENS = "#f2b880", "#3b7dd8"
-_INK, _FAINT, _BOUND = "#22262e", "#6b7280", "#c0392b"
+_BOUND = "#c0392b"
 _COLOURS = "YlGnBu"
 _LEAST_RANGE = 0.05  # of colours around the mean: what hardly differs looks so
 
 
 def picture(report: Report, found: Study) -> bytes:
     """A PNG: the histogram of lengths, a bar for each way, and the first step's cost by rank and micro-batch."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(14, 9.2), layout="constrained")
-    figure.get_layout_engine().set(w_pad=0.12, h_pad=0.1, wspace=0.03, hspace=0.05)
-    figure.suptitle(_headline(report), x=0.012, ha="left", fontsize=15, fontweight="bold", color=_INK)
+    figure = report_figure(9.2, _headline(report))
     rows = figure.subfigures(2, 1, height_ratios=(1.0, 1.05))
     lengths, ways = rows[0].subplots(1, 2, width_ratios=(1.0, 1.35))
     _lengths(lengths, report)
     _ways(ways, report)
     _heatmaps(rows[1], report, found)
-    file = io.BytesIO()
-    figure.savefig(file, format="png", dpi=130, facecolor="white")
-    return file.getvalue()
+    return png(figure)
 
 
 def _headline(report: Report) -> str:
@@ -72,10 +66,10 @@ def _lengths(axes: Any, report: Report) -> None:
         text = f"a bin: {seq_length:,} " if left else f" a bin: {seq_length:,}"
         where = {"xycoords": ("data", "axes fraction"), "ha": "right" if left else "left", "va": "top"}
         axes.annotate(text, (at, 0.985), color=_BOUND, **where)
-    axes.set_ylabel("% of all", color=_INK)
-    axes.set_xlabel("tokens of a document, from ... on", color=_INK)
+    axes.set_ylabel("% of all", color=INK)
+    axes.set_xlabel("tokens of a document, from ... on", color=INK)
     axes.legend(frameon=False, loc="upper left")
-    _titled(axes, f"{documents:,} documents, {short(tokens)} tokens")
+    titled(axes, f"{documents:,} documents, {short(tokens)} tokens")
 
 
 def _edge(tokens: int) -> str:
@@ -94,16 +88,16 @@ def _ways(axes: Any, report: Report) -> None:
         step, work, ours = one.s_per_token / unit_s, one.work_s_per_token / unit_s, one.key == OURS
         axes.barh(place, work, 0.62, color=_OURS if ours else _WORK)
         axes.barh(place, step - work, 0.62, left=work, color=_OURS_WAIT if ours else _WAIT)
-        axes.text(step + 0.012, place, f"{step:.2f}", va="center", color=_INK, fontweight="bold" if ours else "normal")
+        axes.text(step + 0.012, place, f"{step:.2f}", va="center", color=INK, fontweight="bold" if ours else "normal")
     axes.set_yticks(range(len(report.outcomes)), [one.name for one in report.outcomes])
     axes.get_yticklabels()[-1].set_fontweight("bold")
     axes.tick_params(axis="y", length=0)
     axes.set_ylim(len(report.outcomes) - 0.45, -0.55)
     axes.set_xlim(0, 1.1 * max(one.s_per_token for one in report.outcomes) / unit_s)
     axes.axvline(report.bound_over_ideal, color=_BOUND, linewidth=1.2)
-    axes.set_xlabel("time for the same tokens; 1 = this plan's work with no rank ever waiting", color=_INK)
+    axes.set_xlabel("time for the same tokens; 1 = this plan's work with no rank ever waiting", color=INK)
     _ways_legend(axes)
-    _titled(axes, f"A step, simulated (mean of {report.ours.steps})")
+    titled(axes, f"A step, simulated (mean of {report.ours.steps})")
 
 
 def _ways_legend(axes: Any) -> None:
@@ -131,13 +125,12 @@ def _heatmaps(figure: Any, report: Report, found: Study) -> None:
     most = max(1 + _LEAST_RANGE, *(float(cost.max()) / mean for cost in costs))
     panels = figure.subplots(1, 2, sharey=True)
     for axes, (name, step), cost in zip(panels, shown, costs, strict=True):
-        image = axes.imshow(cost / mean, aspect="auto", cmap=_COLOURS, vmin=least, vmax=most, interpolation="nearest")
-        axes.set_xlabel("micro-batch of the step", color=_INK)
-        _whole_ticks(axes, cost.shape)
-        _titled(axes, f"The first step, {name}", _balance(report, step))
-    panels[0].set_ylabel("data-parallel rank", color=_INK)
+        image = heat_map(axes, cost / mean, _COLOURS, least, most)
+        axes.set_xlabel("micro-batch of the step", color=INK)
+        titled(axes, f"The first step, {name}", _balance(report, step))
+    panels[0].set_ylabel("data-parallel rank", color=INK)
     bar = figure.colorbar(image, ax=panels, pad=0.01, fraction=0.03)
-    bar.set_label("cost of a micro-batch over this plan's mean one", color=_INK)
+    bar.set_label("cost of a micro-batch over this plan's mean one", color=INK)
     bar.outline.set_visible(False)
 
 
@@ -150,20 +143,3 @@ def _balance(report: Report, step: Step) -> str:
         f"costliest rank {ranks.max() / ranks.mean():.3f} of the mean one, micro-batch {costs.max() / costs.mean():.2f};"
         f" step {judge_of(report.request.grid).step_over_ideal(step.seconds):.3f} of one without waiting"
     )
-
-
-def _whole_ticks(axes: Any, shape: tuple[int, int]) -> None:
-    from matplotlib.ticker import MaxNLocator
-
-    axes.xaxis.set_major_locator(MaxNLocator(min(shape[1], 10), integer=True, min_n_ticks=1))
-    axes.yaxis.set_major_locator(MaxNLocator(min(shape[0], 10), integer=True, min_n_ticks=1))
-    axes.tick_params(length=0)
-    axes.spines[:].set_visible(False)
-
-
-def _titled(axes: Any, title: str, below: str = "") -> None:
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.tick_params(colors=_INK)
-    axes.set_title(title + ("\n" if below else ""), loc="left", fontsize=11.5, fontweight="bold", color=_INK)
-    if below:
-        axes.text(0, 1.02, below, transform=axes.transAxes, fontsize=9.5, color=_FAINT)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 from collections.abc import Iterator, Mapping
@@ -12,13 +11,15 @@ import numpy as np
 
 from megatron_balance.errors import BalanceError
 from megatron_balance.files import write_text
+from megatron_balance.plots import INK, check_matplotlib, png
+from megatron_balance.trace_events import FIRST_PROCESS, labels, operation
 
 if TYPE_CHECKING:
     from megatron_balance.schedule.simulate import Timeline
 
 _KINDS = ("forward", "backward")
 _COLOURS = {"forward": "#3b7dd8", "backward": "#f2994a"}
-_INK, _IDLE = "#22262e", "#eef0f3"
+_IDLE = "#eef0f3"
 _BAR = 0.8  # height of a rank's bar in units of the distance between ranks
 _PALEST = 0.55  # share of white in the palest chunk's colour
 
@@ -30,7 +31,7 @@ def check_timeline_file(path: str) -> None:
         BalanceError: the name ends in neither .png nor .json, or matplotlib is needed and not installed.
     """
     if path.endswith(".png"):
-        _matplotlib()
+        check_matplotlib("a timeline as .png", ", or name a .json file for ui.perfetto.dev")
     elif not path.endswith(".json"):
         raise BalanceError(
             f"--timeline {path}: end the name in .png (a picture) or .json (a trace for ui.perfetto.dev)"
@@ -59,24 +60,14 @@ def draw_timeline(path: str | os.PathLike[str], timelines: Mapping[str, Timeline
 
 
 def trace(timelines: Mapping[str, Timeline]) -> dict[str, Any]:
-    """The steps in the Trace Event Format's JSON object form: a process for each step, a thread for each pipeline rank.
-
-    Complete events (``ph`` X) with ``ts`` and ``dur`` in microseconds, metadata events (M) for names and order. Source: "Trace
-    Event Format" of the Chromium project, which Perfetto reads.
-    """
+    """The steps in the Trace Event Format's JSON object form: a process for each step, a thread for each pipeline rank."""
     events: list[dict[str, Any]] = []
-    for process, (name, timeline) in enumerate(timelines.items(), start=1):  # Perfetto takes 0 for an idle processor
-        events.append(_metadata(process, 1, "process_name", name=f"{name}: {timeline.step_s:.4g} s"))
-        events.append(_metadata(process, 1, "process_sort_index", sort_index=process))
+    for process, (name, timeline) in enumerate(timelines.items(), FIRST_PROCESS):
+        events.extend(labels("process", process, 1, f"{name}: {timeline.step_s:.4g} s", process))
         for rank in range(timeline.order.chunk.shape[0]):
-            events.append(_metadata(process, rank + 1, "thread_name", name=f"pipeline rank {rank}"))
-            events.append(_metadata(process, rank + 1, "thread_sort_index", sort_index=rank))
+            events.extend(labels("thread", process, rank + 1, f"pipeline rank {rank}", rank))
         events.extend(_operations(process, timeline))
     return {"traceEvents": events, "displayTimeUnit": "ms"}
-
-
-def _metadata(process: int, thread: int, kind: str, **args: Any) -> dict[str, Any]:
-    return {"ph": "M", "pid": process, "tid": thread, "name": kind, "args": args}
 
 
 def _operations(process: int, timeline: Timeline) -> Iterator[dict[str, Any]]:
@@ -86,33 +77,25 @@ def _operations(process: int, timeline: Timeline) -> Iterator[dict[str, Any]]:
         kind = _KINDS[int(order.is_backward[rank, place])]
         chunk, microbatch = int(order.chunk[rank, place]), int(order.microbatch[rank, place])
         start_s, end_s = timeline.start_s[rank, place], timeline.end_s[rank, place]
-        yield {
-            "ph": "X",
-            "pid": process,
-            "tid": rank + 1,
-            "name": f"{kind} {microbatch}",
-            "cat": kind,
-            "ts": round(1e6 * float(start_s), 3),
-            "dur": round(1e6 * float(end_s - start_s), 3),
-            "args": {
-                "microbatch": microbatch,
-                "chunk": chunk,
-                "stage": chunk * ranks + rank,
-                "on_critical_path": bool(timeline.critical[rank, place]),
-            },
-        }
+        yield operation(
+            process,
+            rank + 1,
+            f"{kind} {microbatch}",
+            kind,
+            round(1e6 * float(start_s), 3),
+            round(1e6 * float(end_s - start_s), 3),
+            microbatch=microbatch,
+            chunk=chunk,
+            stage=chunk * ranks + rank,
+            on_critical_path=bool(timeline.critical[rank, place]),
+        )
 
 
 # --- picture
 
 
 def picture(timelines: Mapping[str, Timeline]) -> bytes:
-    """The steps as a PNG: a row for each rank, forward and backward by colour, chunks by shade.
-
-    Raises:
-        BalanceError: matplotlib is not installed.
-    """
-    _matplotlib()
+    """The steps as a PNG: a row for each rank, forward and backward by colour, chunks by shade."""
     from matplotlib.figure import Figure
 
     ranks, longest_s = _ranks(timelines), max(timeline.step_s for timeline in timelines.values())
@@ -121,11 +104,9 @@ def picture(timelines: Mapping[str, Timeline]) -> bytes:
     for axes, (name, timeline) in zip(panels, timelines.items(), strict=True):
         _panel(axes, name, timeline)
     panels[-1].set_xlim(0, longest_s * 1.005)
-    panels[-1].set_xlabel("seconds since the step began (simulated)", color=_INK)
+    panels[-1].set_xlabel("seconds since the step began (simulated)", color=INK)
     figure.legend(handles=_legend(timelines), loc="outside lower center", ncols=8, frameon=False)
-    file = io.BytesIO()
-    figure.savefig(file, format="png", dpi=130, facecolor="white")
-    return file.getvalue()
+    return png(figure)
 
 
 def _panel(axes: Any, name: str, timeline: Timeline) -> None:
@@ -150,8 +131,8 @@ def _panel(axes: Any, name: str, timeline: Timeline) -> None:
     axes.tick_params(axis="y", length=0)
     axes.spines[["top", "right", "left"]].set_visible(False)
     title = f"{name}: {timeline.step_s:.4g} s a step, the ranks wait {100 * timeline.bubble:.1f} % of it"
-    axes.set_title(title, loc="left", fontsize=11, fontweight="bold", color=_INK)
-    axes.axvline(timeline.step_s, color=_INK, linewidth=1.0)
+    axes.set_title(title, loc="left", fontsize=11, fontweight="bold", color=INK)
+    axes.axvline(timeline.step_s, color=INK, linewidth=1.0)
 
 
 def _shade(kind: str, chunk: int, chunks: int) -> tuple[float, ...]:
@@ -178,13 +159,3 @@ def _legend(timelines: Mapping[str, Timeline]) -> list[Any]:
 
 def _ranks(timelines: Mapping[str, Timeline]) -> int:
     return next(iter(timelines.values())).order.chunk.shape[0]
-
-
-def _matplotlib() -> None:
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError as error:
-        raise BalanceError(
-            "a timeline as .png needs matplotlib, which is not installed: pip install 'megatron_balance[timeline]', or name a"
-            " .json file for ui.perfetto.dev"
-        ) from error

@@ -32,6 +32,7 @@ sys.path.insert(0, str(ROOT))
 
 from megatron_balance.diagnosis.reading import read_trace  # noqa: E402
 from megatron_balance.diagnosis.replay import Replay  # noqa: E402
+from megatron_balance.diagnosis.trace import BACKWARD, FORWARD  # noqa: E402
 
 DRIVER = Path(__file__).with_name("recorder_observed.py")
 SMALL, MIDDLE, LARGE = (
@@ -131,7 +132,7 @@ def _replay(name: str, steps: int, folder: Path) -> bool:
     replayed_s = replay.steps_with_s(replay.actual_s)[settled]
     recorded_s = replay.recorded_step_s[settled]
     median, low, high = _median(replayed_s / measured_s - 1)
-    passes = np.isin(replay.nodes.kind, [replay.nodes.kinds.index(f"{way}-compute") for way in ("forward", "backward")])
+    passes = replay.nodes.are(FORWARD, BACKWARD)
     pass_ms = 1000 * np.percentile(replay.actual_s[:, passes], [5, 95])
     print(
         f"{name}: {measured_s.size} steps of {1000 * np.median(measured_s):.1f} ms, passes of {pass_ms[0]:.1f} to"

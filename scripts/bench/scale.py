@@ -47,6 +47,7 @@ from tables import print_table  # noqa: E402
 from megatron_balance.topology import Topology  # noqa: E402
 
 if TYPE_CHECKING:  # importing the rest is a part of what is measured
+    from megatron_balance.megatron.packed.planner import Planner
     from megatron_balance.packing.cost import BinCost
     from megatron_balance.packing.grid import Grid
     from megatron_balance.packing.profile import Profile
@@ -349,19 +350,7 @@ def _ranks(ranks: int, microbatches: int, batches: int) -> dict[str, float]:
     planner = Planner(stream, (0, stream.start), lambda item: grid.num_bins, placed)
     rows = []
     for number in range(batches + 1):  # the first compiles
-        started = time.perf_counter()
-        window = planner.window(number * grid.num_bins)
-        cut = time.perf_counter()
-        _ = window.placement
-        planned = time.perf_counter()
-        window.pieces(window.first)
-        ready = time.perf_counter()
-        for k in range(microbatches):  # those of rank 1
-            planner.pieces(window.first + k * ranks + 1)
-        own = time.perf_counter()
-        rows.append(
-            (cut - started, planned - cut, ready - planned, (own - ready) / microbatches, len(window.batch.pieces))
-        )
+        rows.append(_step_parts(planner, number * grid.num_bins, grid))
     cut_s, place_s, ready_s, own_s, pieces = np.median(rows[1:], axis=0).tolist()
     over_ideal = np.mean([each.step_s / each.ideal_s for each in placements[1:]])
     return {
@@ -369,6 +358,24 @@ def _ranks(ranks: int, microbatches: int, batches: int) -> dict[str, float]:
         "pieces": pieces, "cut_ms": 1e3 * cut_s, "place_ms": 1e3 * (place_s + ready_s), "own_us": 1e6 * own_s,
         "piece_us": 1e6 * (cut_s + place_s + ready_s) / pieces, "over_ideal": float(over_ideal),
     }  # fmt: skip
+
+
+def _step_parts(planner: Planner, first: int, grid: Grid) -> tuple[float, float, float, float, int]:
+    """Seconds of cutting, placing, and making ready a step that begins with bin ``first``, of what a rank takes of it a
+    micro-batch; and its pieces.
+    """
+    ranks, microbatches = grid.topology.data_size, grid.topology.num_microbatches
+    started = time.perf_counter()
+    window = planner.window(first)
+    cut = time.perf_counter()
+    _ = window.placement
+    planned = time.perf_counter()
+    window.pieces(window.first)
+    ready = time.perf_counter()
+    for k in range(microbatches):  # those of rank 1
+        planner.pieces(window.first + k * ranks + 1)
+    own = time.perf_counter()
+    return cut - started, planned - cut, ready - planned, (own - ready) / microbatches, len(window.batch.pieces)
 
 
 # --- what there is to say

@@ -12,18 +12,19 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.patches import Patch
 
+from megatron_balance.plots import INK
 from quickstart.observations import Operation, Step
 from quickstart.report import Summary
 
 COLOURS = {"forward": "#3b7dd8", "backward": "#f2994a"}
-_IDLE, _OPTIMIZER, _INK = "#eef0f3", "#c3c8d1", "#22262e"
+_IDLE, _OPTIMIZER = "#eef0f3", "#c3c8d1"
 _BAR = 0.78  # height of a rank's bar in units of the distance between ranks
 _NARROW = 0.013  # share of the width below which a bar has no room for its number
 
 
 def draw(summary: Summary, uniform: Step, balanced: Step, path: Path) -> None:
     """Draw a typical step of each split to ``path``; ``summary`` gives the title and the labels."""
-    with plt.rc_context({"font.size": 10, "text.color": _INK, "xtick.color": _INK, "ytick.color": _INK}):
+    with plt.rc_context({"font.size": 10, "text.color": INK, "xtick.color": INK, "ytick.color": INK}):
         figure, panels = plt.subplots(2, 1, figsize=(12, 6), sharex=True, layout="constrained")
         figure.get_layout_engine().set(h_pad=0.12)
         losses = "the same losses" if summary.losses_agree else "BUT OTHER LOSSES"
@@ -39,7 +40,7 @@ def draw(summary: Summary, uniform: Step, balanced: Step, path: Path) -> None:
             _mark_saving(panels[1], uniform.duration_s, balanced.duration_s)
         panels[0].tick_params(axis="x", length=0)
         panels[0].spines["bottom"].set_visible(False)
-        panels[1].set_xlabel("seconds since the step began", color=_INK)
+        panels[1].set_xlabel("seconds since the step began", color=INK)
         figure.legend(handles=_legend(), loc="outside lower center", ncols=4, frameon=False)
         figure.savefig(path, dpi=150, facecolor="white")
         plt.close(figure)
@@ -48,9 +49,9 @@ def draw(summary: Summary, uniform: Step, balanced: Step, path: Path) -> None:
 def _mark_saving(axes: Axes, uniform_s: float, balanced_s: float) -> None:
     """An arrow from the end of the uniform step to the end of the balanced one."""
     middle = 0.5
-    axes.axvline(uniform_s, color=_INK, linewidth=1.2, linestyle=":")
+    axes.axvline(uniform_s, color=INK, linewidth=1.2, linestyle=":")
     axes.annotate(
-        "", (balanced_s, middle), (uniform_s, middle), arrowprops={"arrowstyle": "->", "color": _INK, "shrinkA": 2}
+        "", (balanced_s, middle), (uniform_s, middle), arrowprops={"arrowstyle": "->", "color": INK, "shrinkA": 2}
     )
     text = f"{(uniform_s - balanced_s) / uniform_s:.0%} less time"
     axes.text((uniform_s + balanced_s) / 2, middle - 0.08, text, ha="center", va="bottom", fontweight="bold")
@@ -69,7 +70,7 @@ def _panel(axes: Axes, name: str, step: Step, layers: tuple[int, ...]) -> None:
     axes.tick_params(axis="y", length=0)
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.set_title(f"{name}: a step takes {step.duration_s:.2f} s", loc="left", fontsize=12, fontweight="bold")
-    axes.axvline(step.duration_s, color=_INK, linewidth=1.2)
+    axes.axvline(step.duration_s, color=INK, linewidth=1.2)
 
 
 def _bar(axes: Axes, rank: int, operation: Operation, step: Step) -> None:

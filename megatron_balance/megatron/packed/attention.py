@@ -22,8 +22,6 @@ from megatron_balance.megatron.registry import Hook
 
 FLAG = f"{PACKING}-attention"
 
-Attend = Callable[..., torch.Tensor]
-
 
 @functools.cache  # one hook, however often arguments are parsed in a process
 def attention_hook(kind: str) -> Hook:

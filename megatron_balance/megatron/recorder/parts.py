@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron_balance.diagnosis.reading import METADATA_KEY, RANK_METADATA_KEY
+from megatron_balance.diagnosis.trace_files import METADATA_KEY, RANK_METADATA_KEY
 from megatron_balance.files import writing_atomically
 
 _MOST_BYTES = 256_000_000
