@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 import tracemalloc
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from types import SimpleNamespace
@@ -33,6 +34,14 @@ from megatron_balance.megatron.recorder.recorder import Recorder, Step, _sizes, 
 from megatron_balance.topology import Topology
 
 pq = pytest.importorskip("pyarrow.parquet", reason="traces are written with pyarrow, of the extra 'trace'")
+
+
+@pytest.fixture(autouse=True)
+def _no_recorder_outlives_its_test() -> Iterator[None]:
+    """One that is left within a step would go on to note the garbage of others, in memory that these may measure."""
+    before = gc.callbacks[:]
+    yield
+    gc.callbacks[:] = before
 
 
 def row(step: int) -> Row:
