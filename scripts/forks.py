@@ -37,14 +37,28 @@ def start_ranks(size: int, log: Callable[[int], Path], work: Callable[[], None])
     Returns:
         The ranks, by process id.
     """
-    parent, port, ranks = os.getpid(), _free_port(), {}
-    for rank in range(size):
-        pid = os.fork()
-        if pid == 0:
-            die_with_parent(parent)
-            _become(rank, size, port, log(rank), work)
-        ranks[pid] = rank
+    parent, ranks = os.getpid(), {}
+    with held_port() as held:  # the ranks go on to hold it
+        port = held.getsockname()[1]
+        for rank in range(size):
+            pid = os.fork()
+            if pid == 0:
+                die_with_parent(parent)
+                _become(rank, size, port, log(rank), work)
+            ranks[pid] = rank
     return ranks
+
+
+def held_port() -> socket.socket:
+    """A free port that nobody else is given for as long as this socket is open, and at which a rendezvous store can listen.
+
+    Linux lets a socket listen where another is only bound, if both allow the address to be used again, as torch's do; and whoever
+    asks for any free port gets none that is bound.
+    """
+    held = socket.socket()
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    held.bind(("", 0))
+    return held
 
 
 def first_failure(ranks: dict[int, int], limit_s: float = float("inf")) -> tuple[int, int | None] | None:
@@ -93,9 +107,3 @@ def _become(rank: int, size: int, port: int, log: Path, work: Callable[[], None]
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]

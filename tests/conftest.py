@@ -8,7 +8,21 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 from launch import TINY, Run, launch, trained
+
+# How fast this machine is, and what else it does, is no test's business: an example may take as long as it does.
+settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("patient")
+
+# Nor what surrounds the tests: another job's ranks (as in a container that a cluster starts), colours that are forced on
+# pipes, the width of a terminal. Names of models are folders here, for which nobody is asked.
+for name in (
+    "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT",
+    "FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE",
+):  # fmt: skip
+    os.environ.pop(name, None)
+os.environ |= {"COLUMNS": "100", "HF_HUB_OFFLINE": "1"}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
@@ -90,7 +91,9 @@ def launch(
         status = _started(by, [str(driver), *given], processes, folder, log, variables, timeout_s, kill_when)
     output = log.read_text(errors="replace")
     ranks = {
-        seen_by["rank"]: seen_by for path in seen.glob("rank-*.json") for seen_by in [json.loads(path.read_text())]
+        seen_by["rank"]: seen_by
+        for path in sorted(seen.glob("rank-*.json"))
+        for seen_by in [json.loads(path.read_text())]
     }
     return Run(status, output, ranks, folder)
 
@@ -179,10 +182,16 @@ def _wait(process: subprocess.Popen, log: Path, timeout_s: float, kill_when: str
 
 
 def _kill(process: subprocess.Popen) -> None:
-    """End the launch and whatever it left; workers of torchrun are in sessions of their own."""
+    """End the launch and whatever it left; workers of torchrun are in sessions of their own.
+
+    The launch itself goes first, before it can see that a worker has gone, and end in a way of its own.
+    """
     if process.poll() is None:
-        for child in [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]:
-            child.kill()
+        children = psutil.Process(process.pid).children(recursive=True)
+        process.kill()
+        for child in children:
+            with contextlib.suppress(psutil.NoSuchProcess):  # it may end with the others
+                child.kill()
         process.wait()
 
 

@@ -3,10 +3,15 @@
 ``fed-<rank>.jsonl`` gets a line for each micro-batch of a training step: the samples consumed before it, and of each sequence
 with labels that count the inputs and these labels. A line is complete before the step ends. ``sent-<rank>.json`` says at the end
 how often the shape of a tensor was sent, how many tensors were, and of what lengths micro-batches were.
+
+With ``HELD_AT=SAMPLES`` in the environment the step with so many samples consumed before it does not end, so that what kills the
+job meets it there, however late it comes.
 """
 
 import atexit
 import json
+import os
+import signal
 import sys
 from itertools import compress
 from pathlib import Path
@@ -26,6 +31,7 @@ def ready(folder: str) -> None:
     Path(folder).mkdir(parents=True, exist_ok=True)
     sent, rows = count_messages(Path(folder)), set()
     next_batch, file = step.next_batch, (Path(folder) / f"fed-{global_rank()}.jsonl").open("w")
+    held_at = os.environ.get("HELD_AT")
 
     def seen(*args, **kwargs):
         from megatron.core import mpu
@@ -52,6 +58,8 @@ def ready(folder: str) -> None:
             if mpu.get_context_parallel_rank() == 0:
                 file.write(json.dumps([get_args().consumed_train_samples, pieces]) + "\n")
                 file.flush()
+                while str(get_args().consumed_train_samples) == held_at:
+                    signal.pause()
         return batch
 
     step.next_batch = seen

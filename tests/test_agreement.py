@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
 from megatron_balance.megatron import agreement
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
+from forks import held_port
 
 dist = pytest.importorskip("torch.distributed")
 
@@ -47,23 +51,26 @@ say_devices()
 """
 
 
-def start(outcome: str, worker: str = WORKER) -> list[subprocess.Popen]:
+@pytest.fixture
+def start() -> Iterator[Callable[..., list[subprocess.Popen]]]:
     """Two ranks in a plain environment, where rank 0 serves the store itself; rank 0 comes last. Rank r has r + 1 threads."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    common = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
-    ranks = []
-    for rank in (1, 0):
-        variables = {**common, "RANK": str(rank), "OMP_NUM_THREADS": str(rank + 1), "CUDA_VISIBLE_DEVICES": ""}
-        command = [sys.executable, "-c", worker, outcome]
-        ranks.append(
-            subprocess.Popen(command, env=variables, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        )
-    return ranks[::-1]
+    with held_port() as held:
+        common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(held.getsockname()[1]), "WORLD_SIZE": "2"}
+
+        def start(outcome: str, worker: str = WORKER) -> list[subprocess.Popen]:
+            ranks = []
+            for rank in (1, 0):
+                own = {"RANK": str(rank), "OMP_NUM_THREADS": str(rank + 1), "CUDA_VISIBLE_DEVICES": ""}
+                command, variables = [sys.executable, "-c", worker, outcome], {**os.environ, **common, **own}
+                ranks.append(
+                    subprocess.Popen(command, env=variables, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+                )
+            return ranks[::-1]
+
+        yield start
 
 
-def test_rank_0_hears_all_and_all_hear_what_it_decides():
+def test_rank_0_hears_all_and_all_hear_what_it_decides(start):
     heard = ["Ett|tL 2 ['device of 0', 'device of 1']\n", "Ett|tL 2 []\n"]
     for process, expected in zip(start("plan"), heard, strict=True):
         output, errors = process.communicate(timeout=120)
@@ -97,12 +104,14 @@ def test_rank_0_is_waited_for_while_it_lives():
 def test_a_decision_gives_signs_of_life(monkeypatch):
     monkeypatch.setattr(agreement, "_BEAT_S", 0.001)
     store = dist.HashStore()
+    give_up_s = time.monotonic() + 60
     with agreement._beating(store, "plan"):
         while store.add("plan/beats", 0) < 3:
+            assert time.monotonic() < give_up_s
             time.sleep(0.001)
 
 
-def test_different_devices_are_said_once():
+def test_different_devices_are_said_once(start):
     first, second = (process.communicate(timeout=120)[0] for process in start("", OTHER_DEVICE))
     assert first.startswith(
         "megatron-balance: the ranks have different devices, planned as if all were rank 0's: CPU, "
@@ -110,7 +119,7 @@ def test_different_devices_are_said_once():
     assert first.endswith(" threads on rank 1\n") and "1 thread on rank 0; " in first and second == ""
 
 
-def test_other_ranks_end_soon_when_rank_0_fails():
+def test_other_ranks_end_soon_when_rank_0_fails(start):
     first, second = start("fail")
     assert first.communicate(timeout=120)[0] == "error: rank 0 cannot plan\n"
     began = time.monotonic()

@@ -247,17 +247,30 @@ def test_a_full_disk_ends_a_process_of_the_pass_with_its_own_words(tmp_path, tok
         _drive(path, tmp_path / "nowhere", (tokenizer(CHATML), None), spans, SimpleQueue())
 
 
+UNENDING = """
+import sys, time
+from pathlib import Path
+from megatron_balance.chat import passing
+from megatron_balance.chat.conversations import open_conversations
+class Few(passing.SimpleQueue):  # no part after the fourth: who kills the pass cannot come too late
+    given = 0
+    def get_nowait(self):
+        Few.given += 1
+        if Few.given > 4:
+            time.sleep(600)
+        return super().get_nowait()
+passing.SimpleQueue = Few
+open_conversations(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3], workers=2, part_bytes=int(sys.argv[4]))
+"""
+
+
 def test_a_killed_pass_goes_on(tmp_path, tokenizer):
     """What several processes write is what one writes, and parts that a killed pass finished are not written again."""
     name, path = tokenizer(CHATML), tmp_path / "chat.jsonl"
     path.write_bytes(EARNEST.read_bytes() * 300)
     part_bytes = 1 << 16
     folder = tmp_path / "killed" / cache_key(path, Encoder.load(name))
-    script = (
-        "import sys; from pathlib import Path; from megatron_balance.chat.conversations import open_conversations;"
-        "open_conversations(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3], workers=2, part_bytes=int(sys.argv[4]))"
-    )
-    command = [sys.executable, "-c", script, path, folder, name, str(part_bytes)]
+    command = [sys.executable, "-c", UNENDING, path, folder, name, str(part_bytes)]
     with subprocess.Popen(list(map(os.fspath, command))) as process:
         while len(list(folder.glob("shard-*"))) < 2:
             assert process.poll() is None

@@ -14,6 +14,9 @@ import pytest
 from megatron_balance.pipeline.layout import parse_layout
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
+sys.path.insert(0, str(SCRIPTS))
+from forks import held_port  # noqa: E402
+
 LAUNCH = SCRIPTS / "launch"
 MODELS = {"llama3-8b": (1, 4, 32), "llama3-70b": (8, 8, 80), "deepseek-v3": (128, 16, 61)}  # machines, stages, layers
 
@@ -22,7 +25,7 @@ def start(*arguments: str, **variables: str) -> tuple[int, str]:
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     environment = {**os.environ, "PATH": path, **variables}
     command = ["bash", str(LAUNCH / "torchrun.sh"), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
     return done.returncode, done.stdout + done.stderr
 
 
@@ -49,7 +52,8 @@ def test_two_machines_train_one_model(tmp_path):
         " --vocab-size 9000 --balanced-pipeline-costs analytic --balanced-pipeline-head-weight 2"
     )
     sizes = {"PP": "2", "GPUS_PER_NODE": "1", "NNODES": "2", "SEQ_LENGTH": "64", "GLOBAL_BATCH": "8", "ITERATIONS": "3"}
-    variables = {**sizes, "DEVICE": "cpu", "OMP_NUM_THREADS": "1", "MASTER_PORT": str(20000 + os.getpid() % 10000)}
+    held = held_port()
+    variables = {**sizes, "DEVICE": "cpu", "OMP_NUM_THREADS": "1", "MASTER_PORT": str(held.getsockname()[1])}
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     command = ["bash", str(LAUNCH / "torchrun.sh"), "llama3-8b", *small.split()]
     logs = [tmp_path / f"{rank}.log" for rank in range(2)]
@@ -59,10 +63,11 @@ def test_two_machines_train_one_model(tmp_path):
         with log.open("w") as output:
             machines.append(subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment))
     try:
-        status = [machine.wait(120) for machine in machines]
+        status = [machine.wait(300) for machine in machines]
     finally:
         for machine in machines:
             machine.terminate()  # torchrun ends its processes; nothing where it has ended
+        held.close()
     said = "".join(log.read_text(errors="replace") for log in logs)
     assert status == [0, 0], said[-3000:]
     assert len(re.findall(r"lm loss: \d", said)) == 3
@@ -77,7 +82,7 @@ def test_without_a_model_the_usage_is_shown(arguments):
 
 @pytest.mark.parametrize(
     "script",
-    [*LAUNCH.glob("*.s*"), *LAUNCH.glob("models/*"), *SCRIPTS.glob("*.sh"), *SCRIPTS.glob("lib/*.sh")],
+    sorted((*LAUNCH.glob("*.s*"), *LAUNCH.glob("models/*"), *SCRIPTS.glob("*.sh"), *SCRIPTS.glob("lib/*.sh"))),
     ids=lambda path: path.name,
 )
 def test_scripts_are_sound_shell(script):

@@ -109,11 +109,11 @@ def kept(tmp_path_factory) -> tuple[Path, Run]:
     run = [sys.executable, "-m", "megatron_balance.run", "--device", "cpu", *arguments, "--balanced-pipeline-dry-run"]
     killed = subprocess.Popen(run, env={**os.environ, **environment}, cwd=folder, stdout=subprocess.DEVNULL)
     try:
-        _until(lambda: bool(measuring_processes(cache)), within_s=120)
+        _until(lambda: bool(measuring_processes(cache)), within_s=300)
     finally:
         killed.kill()  # it alone: what it started ends by itself
         killed.wait()
-    _until(lambda: not measuring_processes(cache), within_s=30)
+    _until(lambda: not measuring_processes(cache), within_s=100)
     return cache, dry_run(folder / "measured", arguments, environment=environment)
 
 

@@ -95,7 +95,12 @@ def test_every_answer_is_learned_once_an_epoch_also_across_a_kill_and_another_to
     save = f"--save {tmp_path / 'checkpoint'} --save-interval 3"
     flags = f"--pipeline-model-parallel-size 2 {save}"
     killed = launch(
-        tmp_path / "killed", arguments(tokenizer, chat, flags), 2, driver=DRIVER, kill_when="iteration        8/"
+        tmp_path / "killed",
+        arguments(tokenizer, chat, flags),
+        2,
+        driver=DRIVER,
+        environment={"HELD_AT": str(8 * 4)},
+        kill_when="iteration        8/",
     )
     assert killed.status < 0
     again = f"--load {tmp_path / 'checkpoint'} {save} --num-workers 2"

@@ -108,10 +108,11 @@ def test_attention_that_cannot_be_had_is_refused(monkeypatch, asked, implementat
     from megatron_balance.megatron.packed.attention import chosen
 
     monkeypatch.setattr("importlib.util.find_spec", lambda name: installed or None)
-    try:
+    if " " not in answer:
         assert chosen(asked, implementation, on_gpu) == answer
-    except BalanceError as error:
-        assert answer in str(error)
+        return
+    with pytest.raises(BalanceError, match=answer):
+        chosen(asked, implementation, on_gpu)
 
 
 def test_flash_is_not_for_sequences_that_ranks_share(monkeypatch):

@@ -210,6 +210,7 @@ def test_every_label_is_learned_once_an_epoch_also_across_a_kill_and_another_top
         arguments(prefix, f"--pipeline-model-parallel-size 2 {save} {mask} --train-iters 40"),
         2,
         driver=DRIVER,
+        environment={"HELD_AT": str(8 * 8)},
         kill_when="iteration        8/",
     )
     assert first.status < 0

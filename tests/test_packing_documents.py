@@ -150,7 +150,7 @@ def test_an_empty_data_set(tmp_path):
 
 def write(folder: Path, name: str, content: str | np.ndarray) -> Path:
     path = folder / name
-    np.save(path, content) if isinstance(content, np.ndarray) else path.write_text(content)
+    np.save(path, content) if isinstance(content, np.ndarray) else path.write_text(content, encoding="utf-8")
     return path
 
 

@@ -15,11 +15,15 @@ from launch import TINY
 ROOT = Path(__file__).parents[1]
 PATCHES = ROOT / "patches"
 KINDS = {path.parent.name: path for path in PATCHES.glob("*/*.patch")}
+# No settings of the user's, as to sign commits or run hooks, and no repository that tests are run from.
+WITHOUT_GITS = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")} | {
+    "GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_NOSYSTEM": "1",
+}  # fmt: skip
 
 
 def apply(tree: Path, *option: str) -> tuple[int, str]:
     command = ["bash", str(ROOT / "scripts/apply_patches.sh"), *option, str(tree)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     return done.returncode, done.stdout + done.stderr
 
 
@@ -59,8 +63,9 @@ def tree(kind, tmp_path) -> Path:
 def test_applied_once_and_taken_out_without_a_trace(tree, kind, repository):
     if repository:  # the user's own, with a change that is not committed, under a setting that rewrites line ends
         git = ["git", "-C", str(tree), "-c", "user.name=n", "-c", "user.email=n@example.org"]
+        git += ["-c", "maintenance.auto=false", "-c", "gc.auto=0"]  # nothing goes on behind our back
         for arguments in (["init", "-q"], ["add", "."], ["commit", "-qm", "fork"], ["config", "core.autocrlf", "true"]):
-            subprocess.run([*git, *arguments], check=True)
+            subprocess.run([*git, *arguments], check=True, env=WITHOUT_GITS)
         for file in tree.glob("megatron/training/*.py"):
             file.write_text("# mine\n" * 7 + file.read_text())
     before = contents(tree)

@@ -196,7 +196,7 @@ def test_damaged_file_names_itself_the_key_and_the_remedy(plan: Plan, tmp_path, 
 )
 def test_foreign_file_is_refused(tmp_path, text: str) -> None:
     path = tmp_path / "plan.json"
-    path.write_text(text)
+    path.write_text(text, encoding="utf-8")
     with pytest.raises(BalanceError, match=rf"{path} is not .*delete it"):
         load_plan(path)
 

@@ -13,7 +13,7 @@ from megatron_balance.diagnosis.diagnose import recorded_split
 from megatron_balance.diagnosis.fix import FREE, proposals
 from megatron_balance.diagnosis.reading import read_trace
 from megatron_balance.diagnosis.replay import Replay
-from megatron_balance.diagnosis.trace import BACKWARD, FORWARD, TRANSFERS
+from megatron_balance.diagnosis.trace import BACKWARD, FORWARD, TRANSFERS, Trace
 
 pytestmark = pytest.mark.training
 
@@ -70,11 +70,24 @@ def test_the_line_in_the_log_says_what_diagnose_says_of_these_steps(tmp_path, pr
     busy_s, costs, best = split.signals.typical_s.sum(axis=0), split.costs, proposals(split)[FREE]
     assert float(last) == pytest.approx(busy_s[-1] / busy_s.mean(), abs=0.006)
     assert float(head) == pytest.approx(costs.head.total_s / costs.mean_layer.total_s, abs=0.06)
-    gain = 1 - split.step_with_s(best) / split.step_s
+    gain = (split.simulated_s(read.job.layers) - split.simulated_s(best)) / longest_step_s(read)
     if layers is None:  # on a machine where the layers happened to take as long as the head
-        assert gain < 0.02
+        assert gain < 0.0101
     else:
-        assert layers == ",".join(map(str, best)) and float(saving) == pytest.approx(100 * gain, abs=1.0)
+        assert layers == ",".join(map(str, best)) and float(saving) == pytest.approx(100 * gain, abs=0.51)
+
+
+def longest_step_s(trace: Trace) -> float:
+    """Median seconds of a step on the rank where it takes longest, as the line in the log has it.
+
+    A step as diagnosed goes from the last end on any rank to the next, which on a busy machine is another by some per cent.
+    """
+    medians_s = []
+    for rank in {*zip(trace.dp_rank.tolist(), trace.pp_rank.tolist(), strict=True)}:
+        own = (trace.dp_rank == rank[0]) & (trace.pp_rank == rank[1])
+        of_steps = [own & (trace.step == step) for step in trace.steps]
+        medians_s.append(np.median([np.ptp([*trace.start_s[rows], *trace.end_s[rows]]) for rows in of_steps]))
+    return max(medians_s)
 
 
 def test_a_job_trains_on_the_plan_that_the_trace_of_an_earlier_one_gives(from_checkpoint, tmp_path):
@@ -144,12 +157,13 @@ def ready():
     from megatron_balance.megatron.recorder.parts import Parts
     write = Parts.write
     def limited(self, rows):
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
         if self.bytes:  # the disk is full from the second part on
-            resource.setrlimit(resource.RLIMIT_FSIZE, (500, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+            resource.setrlimit(resource.RLIMIT_FSIZE, (500, limits[1]))
         try:
             write(self, rows)
         finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     Parts.write = limited
 from megatron_balance.megatron.observer import observe
 folder, *arguments = sys.argv[1:]

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 import tracemalloc
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from types import SimpleNamespace
@@ -34,6 +35,14 @@ from megatron_balance.megatron.recorder.recorder import Recorder, Step, _sizes, 
 from megatron_balance.topology import Topology
 
 pq = pytest.importorskip("pyarrow.parquet", reason="traces are written with pyarrow, of the extra 'trace'")
+
+
+@pytest.fixture(autouse=True)
+def _no_recorder_outlives_its_test() -> Iterator[None]:
+    """One that is left within a step would go on to note the garbage of others, in memory that these may measure."""
+    before = gc.callbacks[:]
+    yield
+    gc.callbacks[:] = before
 
 
 def row(step: int) -> Row:
@@ -258,18 +267,18 @@ def test_a_machine_that_is_late_the_first_time_is_waited_for(monkeypatch):
         time.sleep(0.1)
         clocks[1].synchronize()
         rank_0.result()
-    assert clocks[1].offset_s == pytest.approx(-7.0, abs=0.1) and clocks[1].uncertainty_s < 1
+    assert abs(clocks[1].offset_s + 7.0) <= clocks[1].uncertainty_s + 1e-6 and clocks[1].uncertainty_s < 1
     assert clocks[0].uncertainty_s == 0.0
 
 
 def test_a_machine_that_comes_no_more_is_waited_for_once(monkeypatch):
-    monkeypatch.setattr(common_clock, "_COMES_S", 0.05)
-    monkeypatch.setattr(common_clock, "_PATIENCE_S", 0.05)
     store = dist.HashStore()
     with ThreadPoolExecutor(2) as pool:
         clocks = list(pool.map(lambda rank: CommonClock(store, rank, 2, 7.0 * rank, "ab"[rank]), range(2)))
         list(pool.map(CommonClock.synchronize, clocks))
     before_s = clocks[1].offset_s
+    monkeypatch.setattr(common_clock, "_COMES_S", 0.05)  # from now on: before, it was no more than late
+    clocks[1]._patience_s = 0.05
     for clock in clocks:  # one after the other: neither finds the other
         clock.synchronize()
     monkeypatch.setattr(common_clock, "_awaited", None)  # nothing is waited for any more

@@ -337,8 +337,9 @@ def test_kernels_compile_without_a_cache_folder(monkeypatch: pytest.MonkeyPatch)
     assert kernels.compiled(lambda number: number + 1)(1) == 2
 
 
-def test_kernels_run_where_their_code_cannot_be_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_run_where_their_code_cannot_be_kept(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
     """As on a full disk: an empty file can be made there, which is all that Numba asks beforehand."""
+    monkeypatch.setattr(kernels.numba.config, "CACHE_DIR", str(tmp_path))
     kernel = kernels.compiled(kernels.run_program.py_func)
 
     def full(*_: object) -> None:
