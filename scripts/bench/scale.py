@@ -325,6 +325,7 @@ CHILDREN: dict[str, Callable[..., dict[str, float]]] = {"command": _command, "ba
 def _ranks(ranks: int, microbatches: int, batches: int) -> dict[str, float]:
     """A job's planner, as each of its processes has it, until a rank has what it runs in a step."""
     from megatron_balance.megatron.packed.planner import Planner
+    from megatron_balance.megatron.packed.totals import Told, totals_of
     from megatron_balance.packing.cost import VARIABLE, BinCost, SequenceCost
     from megatron_balance.packing.cut import GlobalBatch
     from megatron_balance.packing.documents import Blend, Documents
@@ -347,6 +348,7 @@ def _ranks(ranks: int, microbatches: int, batches: int) -> dict[str, float]:
         return placements[-1]
 
     planner = Planner(stream, (0, stream.start), lambda item: grid.num_bins, placed)
+    totals, told = totals_of(planner, 1, with_cursor=True), Told()
     rows = []
     for number in range(batches + 1):  # the first compiles
         started = time.perf_counter()
@@ -355,18 +357,31 @@ def _ranks(ranks: int, microbatches: int, batches: int) -> dict[str, float]:
         _ = window.placement
         planned = time.perf_counter()
         window.pieces(window.first)
+        said = {name: value[None] for name, value in totals(window.first).items()}
         ready = time.perf_counter()
         for k in range(microbatches):  # those of rank 1
             planner.pieces(window.first + k * ranks + 1)
         own = time.perf_counter()
+        for _ in range(microbatches):
+            told.note(said)
+        _ = told.batch
+        logged = time.perf_counter()
         rows.append(
-            (cut - started, planned - cut, ready - planned, (own - ready) / microbatches, len(window.batch.pieces))
+            (
+                cut - started,
+                planned - cut,
+                ready - planned,
+                (own - ready) / microbatches,
+                logged - own,
+                len(window.batch.pieces),
+            )
         )
-    cut_s, place_s, ready_s, own_s, pieces = np.median(rows[1:], axis=0).tolist()
+    cut_s, place_s, ready_s, own_s, logged_s, pieces = np.median(rows[1:], axis=0).tolist()
     over_ideal = np.mean([each.step_s / each.ideal_s for each in placements[1:]])
     return {
         "ranks": ranks, "gpus": ranks * TENSOR * PIPELINE, "microbatches": microbatches, "bins": grid.num_bins,
         "pieces": pieces, "cut_ms": 1e3 * cut_s, "place_ms": 1e3 * (place_s + ready_s), "own_us": 1e6 * own_s,
+        "logged_us": 1e6 * logged_s,
         "piece_us": 1e6 * (cut_s + place_s + ready_s) / pieces, "over_ideal": float(over_ideal),
     }  # fmt: skip
 
@@ -395,7 +410,8 @@ COLUMNS: dict[str, tuple[tuple[str, str, str], ...]] = {
         ("data-parallel ranks", "ranks", ",.0f"), ("GPUs", "gpus", ",.0f"), ("micro-batches", "microbatches", ",.0f"),
         ("bins", "bins", ",.0f"), ("pieces", "pieces", ",.0f"), ("cut, ms", "cut_ms", ".1f"),
         ("placement, ms", "place_ms", ".1f"), ("both a piece, us", "piece_us", ".2f"),
-        ("in the step, a micro-batch, us", "own_us", ".1f"), ("step over ideal", "over_ideal", ".3f"),
+        ("in the step, a micro-batch, us", "own_us", ".1f"), ("for the log, a step, us", "logged_us", ".1f"),
+        ("step over ideal", "over_ideal", ".3f"),
     ),
 }  # fmt: skip
 
