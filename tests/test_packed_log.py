@@ -51,18 +51,18 @@ def test_operations_are_those_that_megatron_counts_from_the_bounds(counts, model
     assert count < 0.96 * whole  # else it would not matter
 
 
-SEQUENCE, BINS = 32, 4
+SEQUENCE, BINS, GROWN = 32, 4, 8
 LENGTHS = np.random.default_rng(2).integers(2, 50, 200)
 
 
 def planner() -> Planner:
-    """Of global batches of four bins, whose placement is that of the cut."""
+    """Of two global batches of four bins, then of eight, whose placement is that of the cut."""
     dealer = stream(blend(LENGTHS), PieceRule(SEQUENCE))
 
     def place(batch):
         return SimpleNamespace(bins=batch.bins, step_s=float(len(batch.pieces)), ideal_s=3.0)
 
-    return Planner(dealer, (0, dealer.start), lambda item: BINS, place)
+    return Planner(dealer, (0, dealer.start), lambda item: BINS if item < 2 * BINS else GROWN, place)
 
 
 @pytest.mark.parametrize("variable", [False, True], ids=["fixed", "variable"])
@@ -75,7 +75,7 @@ def test_items_say_what_their_global_batch_comes_to_through_the_loader(variable)
 
     source, depths = planner(), 2
     said = totals_of(source, depths, with_cursor=True)
-    data = PackedDataset(source, [], PieceRule(SEQUENCE), 3 * BINS, None, False, variable, variable, said)
+    data = PackedDataset(source, [], PieceRule(SEQUENCE), 2 * BINS + GROWN, None, False, variable, variable, said)
     told, known = Told(), planner()
     for number, batch in enumerate(torch.utils.data.DataLoader(data, batch_size=2, num_workers=1)):
         told.note(row_of(batch, 1, 8) if variable else batch)
@@ -89,9 +89,9 @@ def test_items_say_what_their_global_batch_comes_to_through_the_loader(variable)
         )
         cursor = window.batch.stop
         assert Cursor.of_table(cursor.identity, told.cursor_table(window.stop)) == cursor
-    assert number == 5
+    assert number == 7
     assert told.cursor_table(2 * BINS) is not None  # a step that does not count is saved as if it had not been
-    assert told.cursor_table(0) is told.cursor_table(BINS) is told.cursor_table(4 * BINS) is None
+    assert told.cursor_table(0) is told.cursor_table(BINS) is told.cursor_table(3 * BINS) is None
 
 
 def test_a_rank_that_saves_nothing_is_sent_no_cursor():
@@ -103,7 +103,7 @@ def test_a_rank_that_saves_nothing_is_sent_no_cursor():
 
 
 DRIVER = Path(__file__).with_name("packed_log_run.py")
-STEPS, SMALL, WHOLE = 8, 5, 3  # of 8 and of 16 bins
+STEPS = 8
 
 
 @pytest.fixture(
@@ -112,22 +112,20 @@ STEPS, SMALL, WHOLE = 8, 5, 3  # of 8 and of 16 bins
     ids=["every-third", "every-step"],
 )
 def logged(request, tmp_path_factory) -> tuple[int, Run, list[str]]:
-    """Eight steps of a growing batch that are logged every so many: the interval, the run, and arguments that resume it."""
+    """Eight steps that are logged every so many: the interval, the run, and arguments that resume it."""
     pytest.importorskip("megatron.training")
     folder, (interval, more) = tmp_path_factory.mktemp("logged"), request.param
     checkpoint = folder / "checkpoint"
     (checkpoint / "iter_0000004" / FILE_NAME).mkdir(parents=True)  # in the way of the file
-    write_documents(folder / "text", documents=800)
+    write_documents(folder / "text")
     words = (
         f"--num-layers 4 --varlen-packing --calculate-per-token-loss --data-path {folder / 'text'} --split 90,10,0"
         " --pipeline-model-parallel-size 2 --micro-batch-size 2"
-        f" --global-batch-size 16 --rampup-batch-size 8 8 {8 * SMALL} --train-samples {8 * SMALL + 16 * WHOLE}"
+        f" --train-iters {STEPS}"
         f" {more} --num-workers 1 --log-throughput --log-interval {interval}"
         f" --eval-interval 2 --eval-iters 1 --save {checkpoint} --save-interval 4"
     ).split()
-    kept = [word for word in TINY if word != "--mock-data"]
-    place = kept.index("--train-iters")
-    given = [*kept[:place], *kept[place + 2 :], *words]
+    given = [*(word for word in TINY if word != "--mock-data"), *words]
     run = trained(launch(folder, given, 2, driver=DRIVER))
     return interval, run, [*given, "--load", str(checkpoint)]
 

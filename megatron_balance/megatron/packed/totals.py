@@ -96,15 +96,17 @@ class Told:
     """
 
     def __init__(self) -> None:
+        self._row: list[float] = []
         self._batches: deque[tuple[BatchTotals, Any]] = deque(maxlen=2)
 
     def note(self, item: Mapping[str, Any]) -> None:
         """Take what is said in a micro-batch of the loader's, of whose bins each says the same; one of evaluation says nothing."""
         if TOTALS not in item:
             return
-        totals = BatchTotals.of_row(item[TOTALS][0].tolist())
-        if not self._batches or self._batches[-1][0] != totals:
-            self._batches.append((totals, item[NEXT][0] if NEXT in item else None))
+        row = item[TOTALS][0].tolist()
+        if row != self._row:
+            self._row = row
+            self._batches.append((BatchTotals.of_row(row), item[NEXT][0] if NEXT in item else None))
 
     @property
     def batch(self) -> BatchTotals:
