@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 
@@ -20,6 +21,7 @@ from megatron.training.arguments import parse_args  # noqa: E402
 
 from megatron_balance.megatron.packed import log  # noqa: E402
 from megatron_balance.megatron.packed.planner import Window  # noqa: E402
+from megatron_balance.megatron.packed.totals import TOTALS, BatchTotals, told  # noqa: E402
 from megatron_balance.packing.cut import cut  # noqa: E402
 from megatron_balance.packing.documents import Blend, Documents  # noqa: E402
 from megatron_balance.packing.pieces import PieceRule  # noqa: E402
@@ -30,8 +32,8 @@ SEQUENCE, BINS = 256, 8
 lengths = np.random.default_rng(1).integers(2, 400, 300)
 documents = Documents.of("drawn", lengths)
 stream = Stream(Blend.of([documents]), PieceRule(SEQUENCE), 0, lambda data_set, epoch: np.arange(lengths.size))
-window = Window(0, cut(stream, stream.start, BINS), lambda batch: None)
-log._last_window = lambda: window  # of the training loop
+window = Window(0, cut(stream, stream.start, BINS), lambda batch: SimpleNamespace(step_s=1.0, ideal_s=1.0))
+told.note({TOTALS: [BatchTotals.of(window).row]})  # as the last item of the training loop
 
 own = training.num_floating_point_operations
 count = log.COUNT.wrap(own)

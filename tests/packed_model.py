@@ -29,6 +29,7 @@ from megatron_balance.megatron.packed import prediction
 from megatron_balance.megatron.packed.attention import attention_hook
 from megatron_balance.megatron.packed.context import LOCAL_ATTENTION, places_of
 from megatron_balance.megatron.packed.options import TORCH
+from megatron_balance.megatron.packed.totals import rolled_shares
 from megatron_balance.megatron.registry import registry
 
 VOCABULARY, CAPACITY = 64, 40
@@ -161,7 +162,7 @@ def leaks(model: GPTModel) -> dict[str, float]:
 
 
 def shares() -> list[float]:
-    return prediction.rolled_shares(np.array([document.size - 1 for document in DOCUMENTS]), DEPTHS)
+    return rolled_shares(np.array([document.size - 1 for document in DOCUMENTS]), DEPTHS)
 
 
 if __name__ == "__main__":

@@ -225,7 +225,12 @@ def _or_warn(step: Callable[[dict[str, Any]], None], call: dict[str, Any]) -> No
     try:
         step(call)
     except Exception as error:  # no reason to end a training
-        _say_once(f"megatron-balance: warning: the layout could not be kept beside the checkpoint: {error}")
+        what, lost = "layout", ""
+        if cursor_to_store:
+            what, lost = "layout and place in the data", ", which cannot be resumed with --varlen-packing without it"
+        _say_once(
+            f"megatron-balance: warning: the {what} could not be kept beside the checkpoint ({FILE_NAME}){lost}: {error}"
+        )
 
 
 def _write_ahead(call: dict[str, Any]) -> None:
@@ -234,8 +239,10 @@ def _write_ahead(call: dict[str, Any]) -> None:
 
     args = get_args()
     stored, path = layout_of_arguments(vars(args)), _file(args, call)
-    if stored is None or path is None:
+    if path is None or (stored is None and not cursor_to_store):
         return
+    if stored is None:
+        raise BalanceError("the arguments do not tell the split over pipeline ranks")
     if cursor_to_store:
         stored = replace(stored, packing=cursor_to_store[0]())
     path.parent.parent.mkdir(parents=True, exist_ok=True)

@@ -125,6 +125,18 @@ class Cursor:
         """Epochs that every data set has finished; documents that give no piece are passed when the next piece is sought."""
         return min(place.epoch for place in self.places)
 
+    @property
+    def table(self) -> np.ndarray:
+        """Its numbers, int64 of shape [data sets, 3 + kinds of counts]: a row of each place, as the kernels have it."""
+        rows = [(place.epoch, place.position, place.first, *place.counts.values()) for place in self.places]
+        return np.array(rows, np.int64)
+
+    @classmethod
+    def of_table(cls, identity: Identity, table: np.ndarray) -> Cursor:
+        """The cursor that ``table`` is of."""
+        places = (Place(*row[: kernels.TOKENS], Counts(*row[kernels.TOKENS :])) for row in table.tolist())
+        return cls(identity, tuple(places))
+
     def to_json(self) -> dict[str, Any]:
         rule = self.identity.rule
         return {
@@ -300,8 +312,7 @@ class Stream:
         while (done := kernels.step_over(self._reader.window, self._rule, pieces.data_set, state, done)) < len(pieces):
             data_set = int(pieces.data_set[done])
             self._reader.move(data_set, state[data_set, : kernels.FIRST])
-        places = (Place(*row[: kernels.TOKENS], Counts(*row[kernels.TOKENS :])) for row in state.tolist())
-        cursor = Cursor(self.identity, tuple(places))
+        cursor = Cursor.of_table(self.identity, state)
         self._known = cursor, state
         return cursor
 
@@ -337,8 +348,7 @@ class Stream:
         known, state = self._known
         if cursor is not known:  # it was not made here: a stored one
             self.check(cursor)
-            rows = [(place.epoch, place.position, place.first, *place.counts.values()) for place in cursor.places]
-            state = np.array(rows, np.int64)
+            state = cursor.table
             self._known = cursor, state
         return state.copy()
 

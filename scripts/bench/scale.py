@@ -48,6 +48,7 @@ from megatron_balance.topology import Topology  # noqa: E402
 
 if TYPE_CHECKING:  # importing the rest is a part of what is measured
     from megatron_balance.megatron.packed.planner import Planner
+    from megatron_balance.megatron.packed.totals import Told
     from megatron_balance.packing.cost import BinCost
     from megatron_balance.packing.grid import Grid
     from megatron_balance.packing.profile import Profile
@@ -326,6 +327,7 @@ CHILDREN: dict[str, Callable[..., dict[str, float]]] = {"command": _command, "ba
 def _ranks(ranks: int, microbatches: int, batches: int) -> dict[str, float]:
     """A job's planner, as each of its processes has it, until a rank has what it runs in a step."""
     from megatron_balance.megatron.packed.planner import Planner
+    from megatron_balance.megatron.packed.totals import Told, totals_of
     from megatron_balance.packing.cost import VARIABLE, BinCost, SequenceCost
     from megatron_balance.packing.cut import GlobalBatch
     from megatron_balance.packing.documents import Blend, Documents
@@ -348,21 +350,25 @@ def _ranks(ranks: int, microbatches: int, batches: int) -> dict[str, float]:
         return placements[-1]
 
     planner = Planner(stream, (0, stream.start), lambda item: grid.num_bins, placed)
+    totals, told = totals_of(planner, 1, with_cursor=True), Told()
     rows = []
     for number in range(batches + 1):  # the first compiles
-        rows.append(_step_parts(planner, number * grid.num_bins, grid))
-    cut_s, place_s, ready_s, own_s, pieces = np.median(rows[1:], axis=0).tolist()
+        rows.append(_step_parts(planner, number * grid.num_bins, grid, totals, told))
+    cut_s, place_s, ready_s, own_s, logged_s, pieces = np.median(rows[1:], axis=0).tolist()
     over_ideal = np.mean([each.step_s / each.ideal_s for each in placements[1:]])
     return {
         "ranks": ranks, "gpus": ranks * TENSOR * PIPELINE, "microbatches": microbatches, "bins": grid.num_bins,
         "pieces": pieces, "cut_ms": 1e3 * cut_s, "place_ms": 1e3 * (place_s + ready_s), "own_us": 1e6 * own_s,
+        "logged_us": 1e6 * logged_s,
         "piece_us": 1e6 * (cut_s + place_s + ready_s) / pieces, "over_ideal": float(over_ideal),
     }  # fmt: skip
 
 
-def _step_parts(planner: Planner, first: int, grid: Grid) -> tuple[float, float, float, float, int]:
-    """Seconds of cutting, placing, and making ready a step that begins with bin ``first``, of what a rank takes of it a
-    micro-batch; and its pieces.
+def _step_parts(
+    planner: Planner, first: int, grid: Grid, totals: Callable[[int], dict[str, np.ndarray]], told: Told
+) -> tuple[float, ...]:
+    """Of a step that begins with bin ``first``: seconds of cutting, placing, and making it ready, of what a rank takes of it a
+    micro-batch, and of hearing what its items say of it; its pieces.
     """
     ranks, microbatches = grid.topology.data_size, grid.topology.num_microbatches
     started = time.perf_counter()
@@ -371,11 +377,17 @@ def _step_parts(planner: Planner, first: int, grid: Grid) -> tuple[float, float,
     _ = window.placement
     planned = time.perf_counter()
     window.pieces(window.first)
+    said = {name: value[None] for name, value in totals(window.first).items()}
     ready = time.perf_counter()
     for k in range(microbatches):  # those of rank 1
         planner.pieces(window.first + k * ranks + 1)
     own = time.perf_counter()
-    return cut - started, planned - cut, ready - planned, (own - ready) / microbatches, len(window.batch.pieces)
+    for _ in range(microbatches):
+        told.note(said)
+    _ = told.batch
+    logged = time.perf_counter()
+    own_s = (own - ready) / microbatches
+    return cut - started, planned - cut, ready - planned, own_s, logged - own, len(window.batch.pieces)
 
 
 # --- what there is to say
@@ -402,7 +414,8 @@ COLUMNS: dict[str, tuple[tuple[str, str, str], ...]] = {
         ("data-parallel ranks", "ranks", ",.0f"), ("GPUs", "gpus", ",.0f"), ("micro-batches", "microbatches", ",.0f"),
         ("bins", "bins", ",.0f"), ("pieces", "pieces", ",.0f"), ("cut, ms", "cut_ms", ".1f"),
         ("placement, ms", "place_ms", ".1f"), ("both a piece, us", "piece_us", ".2f"),
-        ("in the step, a micro-batch, us", "own_us", ".1f"), ("step over ideal", "over_ideal", ".3f"),
+        ("in the step, a micro-batch, us", "own_us", ".1f"), ("for the log, a step, us", "logged_us", ".1f"),
+        ("step over ideal", "over_ideal", ".3f"),
     ),
 }  # fmt: skip
 

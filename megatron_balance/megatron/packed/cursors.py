@@ -7,6 +7,8 @@ from typing import Any
 
 from megatron_balance.errors import BalanceError
 from megatron_balance.megatron.found_checkpoint import loads, text_beside
+from megatron_balance.megatron.packed.planner import Planner
+from megatron_balance.megatron.packed.totals import told
 from megatron_balance.packing.stream import Cursor, Stream
 from megatron_balance.pipeline.stored import FILE_NAME, StoredLayout
 from megatron_balance.reading import DamageError
@@ -33,13 +35,30 @@ def start(args: Any, stream: Stream) -> tuple[int, Cursor]:
     except BalanceError as error:
         raise BalanceError(f"{error}: {_REMEDY}") from error
     if cursor is None:
-        raise BalanceError(
-            f"the checkpoint in {args.load} has seen {item} samples, but was not trained with --varlen-packing: which documents it"
-            " has seen cannot be told. Give --finetune to begin with the first document, or leave --varlen-packing out"
-        )
+        raise BalanceError(_unknown(item, args.load, text is None))
     cursor = _padded_as(stream, cursor)
     stream.check(cursor)
     return item, cursor
+
+
+def at(item: int, planner: Planner, stream: Stream) -> Cursor:
+    """Where the global batch begins that item ``item`` begins; the planner cuts up to there only where no item has told it."""
+    table = told.cursor_table(item)
+    return planner.cursor(item) if table is None else Cursor.of_table(stream.identity, table)
+
+
+def _unknown(item: int, folder: str, is_missing: bool) -> str:
+    seen = f"the checkpoint in {folder} has seen {item} samples"
+    if is_missing:
+        return (
+            f"{seen}, and which documents these were is kept in {FILE_NAME} beside it, which is not there or cannot be read: copy"
+            f" it with the checkpoint; where it is lost or was never written, {_REMEDY}, or leave --varlen-packing out if the"
+            " checkpoint was trained without"
+        )
+    return (
+        f"{seen}, but by its {FILE_NAME} was not trained with --varlen-packing: which documents these were cannot be told. Give"
+        " --finetune to begin with the first document, or leave --varlen-packing out"
+    )
 
 
 def _padded_as(stream: Stream, cursor: Cursor) -> Cursor:

@@ -21,12 +21,13 @@ from megatron_balance.megatron.packed import cursors
 from megatron_balance.megatron.packed.chosen_shapes import more_of, shapes_of
 from megatron_balance.megatron.packed.greeting import greeting
 from megatron_balance.megatron.packed.items import PackedDataset
-from megatron_balance.megatron.packed.log import COUNT, LOG
+from megatron_balance.megatron.packed.log import COUNT, LOG, begin_interval
 from megatron_balance.megatron.packed.options import PackingOptions
 from megatron_balance.megatron.packed.placing import Placing, agreed_cost, agreed_profile, grid_of
 from megatron_balance.megatron.packed.planner import Planner
 from megatron_balance.megatron.packed.sources import Source, sources_of
 from megatron_balance.megatron.packed.stages import reads_tokens
+from megatron_balance.megatron.packed.totals import totals_of
 from megatron_balance.megatron.registry import registry
 from megatron_balance.packing.cost import VARIABLE, BinCost
 from megatron_balance.packing.cut import batches
@@ -52,6 +53,7 @@ def datasets(num_samples: Sequence[int | None], vp_stage: int | None = None) -> 
     _say_greeting()
     registry.apply(LOG)
     registry.apply(COUNT)
+    begin_interval()
     with_tokens = mpu.get_tensor_model_parallel_rank() == 0 and reads_tokens(get_args(), vp_stage)
     built = []
     for split, items in zip(Split, num_samples, strict=True):
@@ -80,10 +82,14 @@ def _built(split: Split, num_items: int | None, with_tokens: bool) -> Any:
     readers = [source for source, _ in sources]
     variable = shapes_of(args) == VARIABLE
     if num_items is not None:
+        extra, totals = False, None
         if split == Split.train:
             num_items += _train_size()(num_items)  # the last step may end behind --train-samples
-        extra = split == Split.train and more_of(args.global_batch_size, args) > 0
-        return PackedDataset(planner_of(split), readers, rule_of(args), num_items, split, with_tokens, variable, extra)
+            extra = more_of(args.global_batch_size, args) > 0
+            saves_cursor = global_rank() == 0
+            totals = totals_of(planner_of(split), args.mtp_num_layers or 0, saves_cursor)
+        planner, rule = planner_of(split), rule_of(args)
+        return PackedDataset(planner, readers, rule, num_items, split, with_tokens, variable, extra, totals)
     groups = [(reader,) for reader in readers] if args.multiple_validation_sets else [tuple(readers)]
     whole = [
         PackedDataset(epoch := epoch_of(group), group, rule_of(args), epoch.num_bins, split, with_tokens, variable)
@@ -108,7 +114,9 @@ def planner_of(split: Split) -> Planner:
     if split == Split.train:
         planner = Planner(stream, cursors.start(args, stream), _train_size(), placing())
         # The arguments as they are then: an in-process restart parses them anew.
-        stored_layout.cursor_to_store[:] = [lambda: planner.cursor(get_args().consumed_train_samples).to_json()]
+        stored_layout.cursor_to_store[:] = [
+            lambda: cursors.at(get_args().consumed_train_samples, planner, stream).to_json()
+        ]
         return planner
     size = getattr(args, "eval_micro_batch_size", None) or args.micro_batch_size
     planner = Planner(stream, (0, stream.start), _eval_size(args), placing().for_evaluation(size))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -27,6 +27,8 @@ class PackedDataset(torch.utils.data.Dataset):
 
     With ``variable`` all are of shape [slots, seq_length], and ``filled`` (int64, [slots]) says how many places hold pieces. An
     item has a second slot where a step has more micro-batches than the sampler knows of.
+
+    In training an item also says a few numbers of its global batch, as `totals_of` has them.
     """
 
     def __init__(
@@ -39,6 +41,7 @@ class PackedDataset(torch.utils.data.Dataset):
         with_tokens: bool,
         variable: bool = False,
         extra: bool = False,
+        totals: Callable[[int], Mapping[str, np.ndarray]] | None = None,
     ) -> None:
         """
         Args:
@@ -50,16 +53,21 @@ class PackedDataset(torch.utils.data.Dataset):
             with_tokens: False for ranks that need the positions alone; no token is read then.
             variable: whether micro-batches are cut to their length.
             extra: whether items have a second slot; the planner then has ``extra_pieces``.
+            totals: what an item says besides, by its number.
         """
         self.planner, self.readers, self.rule = planner, readers, rule
         self.num_items, self.index_split, self.with_tokens = num_items, split, with_tokens
-        self.variable, self.extra = variable, extra
+        self.variable, self.extra, self._totals = variable, extra, totals
         self._padding = rule.room(PADDING)
 
     def __len__(self) -> int:
         return self.num_items
 
     def __getitem__(self, item: int) -> dict[str, torch.Tensor]:
+        said = {} if self._totals is None else self._totals(item)
+        return {**self._slots(item), **{name: torch.from_numpy(value) for name, value in said.items()}}
+
+    def _slots(self, item: int) -> dict[str, torch.Tensor]:
         first = self._bin(self.planner.pieces(item))
         if not self.variable:
             return first

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 
 from megatron_balance.megatron.packed.context import own_places, whole
 from megatron_balance.megatron.packed.options import FLAG
+from megatron_balance.megatron.packed.totals import told
 from megatron_balance.megatron.registry import Hook
 
 _MODULE = "megatron.core.transformer.multi_token_prediction"
@@ -23,17 +23,7 @@ def rescales() -> bool:
     return hasattr(multi_token_prediction, "process_mtp_loss")
 
 
-def rolled_shares(tokens: np.ndarray, depths: int) -> list[float]:
-    """Labels that remain at each depth over all labels.
-
-    Args:
-        tokens: labels of each piece of a global batch, shape [pieces].
-        depths: ``--mtp-num-layers``.
-    """
-    return [float(np.maximum(tokens - depth, 0).sum() / tokens.sum()) for depth in range(1, depths + 1)]
-
-
-def weights_hook(shares: Callable[[], list[float]]) -> Hook:
+def weights_hook(shares: Callable[[], Sequence[float]]) -> Hook:
     """The hook by which `process_mtp_loss` weighs by the labels of the whole global batch.
 
     Args:
@@ -41,7 +31,7 @@ def weights_hook(shares: Callable[[], list[float]]) -> Hook:
 
     Megatron multiplies a micro-batch's loss at each depth by its labels over those that remain when they are rolled: documents
     differ in what remains, so that the gradient would depend on which ones share a micro-batch, and on the context-parallel rank.
-    Within the function the number that remains is therefore in the proportion of the global batch, which each rank knows.
+    Within the function the number that remains is therefore in the proportion of the global batch, which its items say.
     """
 
     def wrap(process: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -69,18 +59,6 @@ def weights_hook(shares: Callable[[], list[float]]) -> Hook:
         return weigh
 
     return Hook(_MODULE, "process_mtp_loss", f"{FLAG} with --mtp-num-layers", "weighs by the global batch", wrap)
-
-
-def _of_global_batch() -> list[float]:
-    """`rolled_shares` of the global batch that is trained on."""
-    from megatron.core.datasets.utils import Split
-    from megatron.training import get_args
-
-    from megatron_balance.megatron.packed.data import planner_of
-
-    args = get_args()
-    window = planner_of(Split.train).window(args.consumed_train_samples)
-    return rolled_shares(window.batch.pieces.tokens, args.mtp_num_layers)
 
 
 def _at_once(
@@ -114,4 +92,4 @@ def _at_once(
 
 
 ROLL = Hook(_MODULE, "roll_tensor", f"{FLAG} with --mtp-num-layers", "rolls all sequences at once", _at_once)
-WEIGHTS = weights_hook(_of_global_batch)
+WEIGHTS = weights_hook(lambda: told.batch.rolled_shares)

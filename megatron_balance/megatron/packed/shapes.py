@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 
 from megatron_balance.errors import BalanceError
-from megatron_balance.megatron.packed.items import FILLED, PADDING, POSITIONS
+from megatron_balance.megatron.packed.items import FILLED, LABELS, PADDING, POSITIONS, TOKENS, VALID
 from megatron_balance.megatron.packed.options import FLAG as PACKING
 from megatron_balance.megatron.registry import Hook
 
@@ -33,12 +33,13 @@ def row_of(item: Mapping[str, torch.Tensor], slot: int, multiple: int) -> Row:
     """A micro-batch as one row: its bins one behind the other without their padding, then padding to a multiple.
 
     Args:
-        item: as the loader gives it; of each tensor shape [bins, slots, seq_length], of ``FILLED`` [bins, slots].
+        item: as the loader gives it; of each tensor shape [bins, slots, seq_length], of ``FILLED`` [bins, slots]. What it says
+            of its global batch stays as it is.
         slot: which of an item's bins.
         multiple: of what the row's length has to be.
 
     Returns:
-        Tensors of shape [1, row].
+        Tensors of shape [1, row], and what is said of the global batch.
     """
     filled = item[FILLED][:, slot].tolist()
     padding = -sum(filled) % multiple or (0 if any(filled) else multiple)
@@ -47,7 +48,8 @@ def row_of(item: Mapping[str, torch.Tensor], slot: int, multiple: int) -> Row:
         parts = [places[:tokens] for places, tokens in zip(value[:, slot], filled, strict=True)]
         return F.pad(torch.cat(parts), (0, padding))[None]
 
-    row = {name: joined(value) for name, value in item.items() if name != FILLED}
+    of_places = (TOKENS, LABELS, POSITIONS, VALID)
+    row = {name: joined(value) if name in of_places else value for name, value in item.items() if name != FILLED}
     if padding:
         row[POSITIONS][0, -padding:] = torch.arange(padding) % max(multiple, PADDING)
     return row

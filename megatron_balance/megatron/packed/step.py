@@ -19,6 +19,7 @@ from megatron_balance.megatron.packed.context import own_places
 from megatron_balance.megatron.packed.experts import padding_of
 from megatron_balance.megatron.packed.items import LABELS, POSITIONS, TOKENS, VALID
 from megatron_balance.megatron.packed.stages import reads_tokens
+from megatron_balance.megatron.packed.totals import told
 
 Loss = Callable[..., Any]
 _straggler_timer = StragglerDetector()  # one for the process, of --log-straggler
@@ -78,6 +79,7 @@ def next_batch(data_iterator: Iterator[dict[str, torch.Tensor]], vp_stage: int |
     Every rank has an iterator and so knows the bounds; tokens are read on one tensor-parallel rank and broadcast to the others.
     """
     item = next(data_iterator)
+    told.note(item)
     packed = _packed(item[POSITIONS].reshape(1, -1))
     packed.real_tokens = int(item[VALID].sum())  # for the recorder and for routers: bounds are of padding, too
     item = _own(item, packed)
