@@ -1,6 +1,6 @@
 """Which attention a packed job has, and what flash-attn and Transformer Engine cannot do: refused before anything is computed.
 
-Decided by the job's flags, the versions that are installed and the GPU alone. Stock's micro-batches have one shape and a causal mask,
+Decided by flags, installed versions and GPU alone. Stock's micro-batches have one shape and a causal mask,
 packed ones bounds of sequences ("thd"), which fewer kernels take: what trains in stock can then fail in its first step.
 """
 
@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from megatron_balance.errors import BalanceError
-from megatron_balance.megatron.packed.options import AUTO, FLASH, TE, TORCH
 from megatron_balance.megatron.packed.options import FLAG as PACKING
+from megatron_balance.megatron.packed.options import FLASH, TE, TORCH
 from megatron_balance.megatron.packed.versions import pads_values
 
 FLAG = f"{PACKING}-attention"
@@ -133,7 +133,7 @@ def flash_attn() -> Package:
         package = importlib.import_module("flash_attn")
         package.flash_attn_varlen_func  # noqa: B018  # not in flash-attn-4, which shares the name of the package
         return Package(_release(package.__version__), "")
-    except Exception as error:  # noqa: BLE001  # a build for another torch may raise anything
+    except Exception as error:  # a build for another torch may raise anything
         return Package(None, f"which cannot be used here ({type(error).__name__}: {error})")
 
 
