@@ -2,7 +2,8 @@
 
 Prints JSON: the largest relative difference of any parameter's gradient to that of one document a padded row under stock
 attention, for several groupings, and the largest change of another document's logits when one document changes. On more than
-one rank, which share out each document by context parallelism: against the gradients that one rank has left in FOLDER.
+one rank, which share out each document by context parallelism: against the gradients that one rank has left in FOLDER. On one
+rank by flash-attn's interface, too, behind which torch computes here.
 """
 
 # ruff: noqa: E402
@@ -13,6 +14,7 @@ import json
 import sys
 from pathlib import Path
 
+import flash_attention
 import numpy as np
 import torch
 
@@ -28,7 +30,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron_balance.megatron.packed import prediction
 from megatron_balance.megatron.packed.attention import attention_hook
 from megatron_balance.megatron.packed.context import LOCAL_ATTENTION, places_of
-from megatron_balance.megatron.packed.options import TORCH
+from megatron_balance.megatron.packed.options import FLASH, TORCH
 from megatron_balance.megatron.packed.totals import rolled_shares
 from megatron_balance.megatron.registry import registry
 
@@ -165,6 +167,19 @@ def shares() -> list[float]:
     return rolled_shares(np.array([document.size - 1 for document in DOCUMENTS]), DEPTHS)
 
 
+def by_flash(folder: Path) -> dict[str, dict[str, float]]:
+    """With flash-attn's interface, once deterministic and once within windows; whether each of its calls was deterministic."""
+    registry.undo(attention_hook(TORCH))
+    sys.modules["flash_attn"] = flash_attention
+    registry.apply(attention_hook(FLASH))
+    reports = {}
+    for name, changes in {"flash": {"deterministic_mode": True}, "flash window": {"window_size": (6, 0)}}.items():
+        flash_attention.asked_deterministic.clear()
+        reports[name] = report(folder, name, **changes)
+        reports[name]["deterministic"] = [*flash_attention.asked_deterministic]
+    return reports
+
+
 if __name__ == "__main__":
     folder, rank, size = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
     store = f"file://{folder / f'store of {size}'}"
@@ -178,4 +193,7 @@ if __name__ == "__main__":
         registry.apply(prediction.weights_hook(shares))
     kinds = {"full": {}, "window": {"window_size": (6, 0)}, "prediction": {"mtp_num_layers": DEPTHS}}
     sizes = {"context_parallel_size": size}
-    print(json.dumps({name: report(folder, name, **sizes, **changes) for name, changes in kinds.items()}))
+    reports = {name: report(folder, name, **sizes, **changes) for name, changes in kinds.items()}
+    if size == 1:
+        reports |= by_flash(folder)
+    print(json.dumps(reports))

@@ -74,6 +74,29 @@ def test_two_machines_train_one_model(tmp_path):
     assert "--pipeline-model-parallel-layout 'Ettt|tL'" in said
 
 
+@pytest.mark.parametrize(
+    ("flags", "variables", "setting"),
+    [
+        ("", {}, "expandable_segments:True"),
+        ("", {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:512"}, "max_split_size_mb:512"),
+        ("", {"PYTORCH_ALLOC_CONF": "max_split_size_mb:512"}, None),
+        ("--varlen-packing-shapes fixed", {}, None),
+        ("--cuda-graph-impl local --cuda-graph-modules mlp", {}, None),
+        ("--use-nccl-ub", {}, None),
+    ],
+)
+def test_memory_of_varying_size_is_expandable(tmp_path, monkeypatch, flags, variables, setting):
+    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    python = tmp_path / "python"  # in place of torchrun: it says what it was given
+    python.write_text('#!/bin/sh\necho "setting=${PYTORCH_CUDA_ALLOC_CONF-None}"\n')
+    python.chmod(0o755)
+    command = ["bash", str(LAUNCH / "torchrun.sh"), "llama3-8b", *flags.split()]
+    environment = {**os.environ, **variables, "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60)
+    assert done.stdout == f"setting={setting}\n", done.stderr
+
+
 @pytest.mark.parametrize("arguments", [[], ["--dry-run"], ["no-such-model"]])
 def test_without_a_model_the_usage_is_shown(arguments):
     status, said = start(*arguments)

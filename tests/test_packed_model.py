@@ -56,6 +56,13 @@ def test_gradient_is_that_of_one_document_a_row(found, kind, grouping):
     assert found[kind][grouping] <= TOLERANCE
 
 
+@pytest.mark.parametrize(("kind", "deterministic"), [("flash", True), ("flash window", False)])
+def test_flash_is_asked_for_the_same_attention(found, kind, deterministic):
+    asked = found[kind]
+    assert max(asked[grouping] for grouping in ("two bins", "other bins", "one row", "backwards")) <= TOLERANCE
+    assert asked["deterministic"] == [deterministic]
+
+
 @KINDS
 @GROUPINGS
 def test_gradient_of_two_context_parallel_ranks_is_that_of_one_document_a_row(shared, kind, grouping):

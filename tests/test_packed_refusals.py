@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-
-from megatron_balance.errors import BalanceError
 
 GOOD = "--varlen-packing --calculate-per-token-loss"
 REFUSED = {
@@ -66,13 +65,19 @@ TAKEN = [
 
 
 @pytest.fixture(scope="module")
-def answers() -> dict[str, str]:
+def asked() -> dict[str, list[str]]:
     pytest.importorskip("megatron.training")
     script, lines = Path(__file__).with_name("packed_refusals.py"), [*TAKEN, *REFUSED]
-    command = [sys.executable, "-W", "ignore", str(script), json.dumps(lines)]
+    cases = [case[:4] for case in (*ATTENTION, LATENT)]
+    command = [sys.executable, "-W", "ignore", str(script), json.dumps({"lines": lines, "attention": cases})]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
-    return dict(zip(lines, json.loads(done.stdout.splitlines()[-1]), strict=True))
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def answers(asked) -> dict[str, str]:
+    return dict(zip([*TAKEN, *REFUSED], asked["lines"], strict=True))
 
 
 @pytest.mark.parametrize("line", TAKEN)
@@ -89,37 +94,149 @@ def test_refusal_names_the_flag(answers, line):
     assert REFUSED[line] in answers[line]
 
 
+TE, LOCAL = "--transformer-impl transformer_engine --bf16", "--transformer-impl local --bf16"
+FLASH = "--varlen-packing-attention flash"
+MLA = "--multi-latent-attention --qk-head-dim 128 --qk-pos-emb-head-dim 64 --v-head-dim 128"
+CP = "--context-parallel-size 2 --cp-comm-type"
+AMPERE, HOPPER, WORKSTATION, VOLTA = "8.0", "9.0", "12.0", "7.0"
+# flags, GPU, flash-attn, Transformer Engine, what attends or what is said
+ATTENTION = [
+    (LOCAL, None, None, None, "torch"),
+    (LOCAL, HOPPER, "2.8.3.post1", None, "flash"),
+    (LOCAL, HOPPER, None, None, "torch: flash-attn would need the package flash-attn, which is not installed"),
+    (LOCAL, HOPPER, "2.4.0", None, "torch: flash-attn would need flash-attn 2.4.1"),
+    (LOCAL, VOLTA, "2.8.3", None, "torch: flash-attn would need a GPU of Ampere"),
+    ("--transformer-impl local", HOPPER, "2.8.3", None, "torch: flash-attn would need --bf16 or --fp16"),
+    (f"{LOCAL} --kv-channels 256", HOPPER, "2.8.3", None, "flash"),
+    (f"{LOCAL} --kv-channels 288", HOPPER, "2.8.3", None, "torch: flash-attn would need heads of up to 256"),
+    (f"{LOCAL} --kv-channels 256", WORKSTATION, "2.8.3", None, "torch: flash-attn would need heads of up to 192, or"),
+    (f"{LOCAL} --kv-channels 256 --attention-dropout 0", WORKSTATION, "2.8.3", None, "flash"),
+    (
+        f"{LOCAL} --hidden-size 1024 --num-attention-heads 2",
+        HOPPER,
+        "2.8.3",
+        None,
+        "torch: flash-attn would need heads",
+    ),
+    (
+        f"{LOCAL} --context-parallel-size 2",
+        HOPPER,
+        "2.8.3",
+        None,
+        "torch: flash-attn would need --context-parallel-size 1",
+    ),
+    (f"{LOCAL} {FLASH}", HOPPER, "2.8.3", None, "flash"),
+    (f"{LOCAL} {FLASH}", None, "2.8.3", None, "refused: --varlen-packing-attention flash needs a GPU: give torch"),
+    (f"{LOCAL} {FLASH}", HOPPER, None, None, "refused: --varlen-packing-attention flash needs the package flash-attn"),
+    (
+        f"{LOCAL} {FLASH} --context-parallel-size 2",
+        HOPPER,
+        "2.8.3",
+        None,
+        "refused: --varlen-packing-attention flash needs",
+    ),
+    (
+        f"--transformer-impl local {FLASH}",
+        HOPPER,
+        "2.8.3",
+        None,
+        "refused: --varlen-packing-attention flash needs --bf16",
+    ),
+    (f"{LOCAL} --varlen-packing-attention torch", HOPPER, "2.8.3", None, "torch"),
+    (
+        f"{LOCAL} --varlen-packing-attention te",
+        HOPPER,
+        "2.8.3",
+        None,
+        "refused: --varlen-packing-attention te needs the layers",
+    ),
+    (
+        f"{TE} --varlen-packing-attention torch",
+        HOPPER,
+        None,
+        "2.14",
+        "refused: --varlen-packing-attention torch is for the local",
+    ),
+    (TE, HOPPER, None, "2.1", "te"),
+    (TE, None, None, None, "te"),
+    (
+        "--transformer-impl transformer_engine",
+        HOPPER,
+        "2.8.3",
+        "2.10.0",
+        "refused: --varlen-packing: Transformer Engine 2.10 has no",
+    ),
+    ("--transformer-impl transformer_engine", HOPPER, "2.8.3", "2.11.0", "te"),
+    (f"{TE} --attention-backend unfused", HOPPER, "2.8.3", "2.10", "(no flash with --attention-backend unfused;"),
+    (f"{TE} --attention-backend unfused", HOPPER, "2.8.3", "2.11", "te"),
+    (f"{TE} --attention-backend fused", HOPPER, None, "2.1", "te"),
+    ("--transformer-impl transformer_engine --fp16", VOLTA, None, "2.10", "a GPU before Ampere"),
+    ("--transformer-impl transformer_engine --fp16", VOLTA, None, "2.11", "te"),
+    (f"{TE} --qk-clip", HOPPER, "2.8.3", "2.10", "no fused with --qk-clip or --log-max-attention-logit"),
+    (f"{TE} --log-max-attention-logit", HOPPER, "2.8.3", "2.9", "no fused with --qk-clip or --log-max-attention-logit"),
+    (f"{TE} --log-max-attention-logit", HOPPER, None, "2.11", "te"),
+    (TE, WORKSTATION, None, "2.9", "no fused with this GPU (sm120)"),
+    (TE, WORKSTATION, "2.8.3", "2.9", "te"),
+    (f"{TE} --deterministic-mode", AMPERE, None, "2.10", "no fused with --deterministic-mode on a GPU before Hopper"),
+    (f"{TE} --deterministic-mode", AMPERE, "2.8.3", "2.10", "te"),
+    (f"{TE} --deterministic-mode", "10.0", None, "2.9", "no fused with --deterministic-mode on Blackwell"),
+    (f"{TE} --deterministic-mode", "10.0", None, "2.11", "te"),
+    (f"{TE} {CP} p2p", HOPPER, None, "2.1", "te"),
+    (f"{TE} {CP} a2a", HOPPER, None, "2.9", "--cp-comm-type a2a on Transformer Engine 2.9"),
+    (f"{TE} {CP} a2a", HOPPER, None, "2.10", "te"),
+    (f"{TE} {CP} p2p a2a", HOPPER, None, "2.9", "take p2p, or Transformer Engine 2.10 or newer"),
+    (
+        f"{TE} {CP} all_gather",
+        HOPPER,
+        None,
+        "2.17",
+        "take p2p (or a2a from 2.10 on), or Transformer Engine 2.18 or newer",
+    ),
+    (f"{TE} {CP} all_gather", HOPPER, None, "2.18", "te"),
+    (f"{TE} {CP} a2a+p2p", HOPPER, None, "2.18", "--cp-comm-type a2a+p2p"),
+    (f"{TE} --cp-comm-type a2a", HOPPER, None, "2.9", "te"),
+    (f"{TE} {CP} p2p --window-size 127,0", HOPPER, None, "2.18", "no sliding windows with --context-parallel-size 2"),
+    (f"{TE} {CP} a2a --window-size 127,0", HOPPER, None, "2.18", "te"),
+    (f"{TE} {CP} a2a --spec my.layers SPEC", HOPPER, None, "2.9", "te"),
+]
+LATENT = (f"{LOCAL} {MLA}", HOPPER, "2.8.3", None)
+
+
+@pytest.mark.parametrize("case", ATTENTION, ids=lambda case: " ".join(map(str, case[:4])))
+def test_attention_is_what_can_be_had_or_refused(asked, case):
+    answer = asked["attention"][ATTENTION.index(case)]
+    if answer == "unknown to this Megatron":
+        pytest.skip(f"this Megatron has no such flag: {case[0]}")
+    expected = case[-1]
+    assert answer == expected if expected in ("te", "flash", "torch") else expected in answer
+
+
+def test_latent_attention_has_flash_where_megatron_pads_its_values(asked):
+    from megatron.core.transformer import multi_latent_attention
+
+    padded = hasattr(multi_latent_attention, "_prepare_mla_core_attention_value")
+    answer = asked["attention"][-1]
+    assert answer == "flash" if padded else answer.startswith("torch: flash-attn would need heads whose values")
+
+
 @pytest.mark.parametrize(
-    ("asked", "implementation", "on_gpu", "installed", "answer"),
+    ("files", "fault"),
     [
-        ("auto", "transformer_engine", True, True, "te"),
-        ("auto", "local", True, True, "flash"),
-        ("auto", "local", True, False, "torch"),
-        ("auto", "local", False, True, "torch"),
-        ("flash", "local", True, True, "flash"),
-        ("flash", "local", True, False, "needs the package flash-attn"),
-        ("flash", "local", False, True, "needs a GPU"),
-        ("te", "local", True, True, "needs the layers of Transformer Engine"),
-        ("torch", "transformer_engine", True, True, "is for the local layers"),
+        ({"flash_attn/cute/__init__.py": ""}, "has no attribute 'flash_attn_varlen_func'"),
+        ({"flash_attn/__init__.py": "raise ImportError('undefined symbol: _ZN3c10')"}, "undefined symbol: _ZN3c10"),
     ],
+    ids=["flash-attn-4", "a build for another torch"],
 )
-def test_attention_that_cannot_be_had_is_refused(monkeypatch, asked, implementation, on_gpu, installed, answer):
+def test_flash_attn_that_cannot_be_imported_is_none(monkeypatch, tmp_path, files, fault):
     pytest.importorskip("torch")
-    from megatron_balance.megatron.packed.attention import chosen
+    from megatron_balance.megatron.packed.backends import flash_attn
 
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: installed or None)
-    if " " not in answer:
-        assert chosen(asked, implementation, on_gpu) == answer
-        return
-    with pytest.raises(BalanceError, match=answer):
-        chosen(asked, implementation, on_gpu)
-
-
-def test_flash_is_not_for_sequences_that_ranks_share(monkeypatch):
-    pytest.importorskip("torch")
-    from megatron_balance.megatron.packed.attention import chosen
-
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: True)
-    assert chosen("auto", "local", True, 2) == "torch"
-    with pytest.raises(BalanceError, match="--context-parallel-size 2"):
-        chosen("flash", "local", True, 2)
+    if importlib.util.find_spec("flash_attn") is not None:
+        pytest.skip("flash-attn is installed")
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True)
+        (tmp_path / name).write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    found = flash_attn()
+    sys.modules.pop("flash_attn", None)
+    assert found.version is None and fault in found.fault

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from megatron_balance.schedule.order import schedule_order
@@ -11,6 +13,8 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("megatron.core")
 
 from megatron_balance.megatron.packed.attention import attention_hook  # noqa: E402
+from megatron_balance.megatron.packed.chosen_shapes import row_multiple  # noqa: E402
+from megatron_balance.megatron.packed.copies import to_device  # noqa: E402
 from megatron_balance.megatron.packed.items import FILLED, LABELS, POSITIONS, TOKENS, VALID  # noqa: E402
 from megatron_balance.megatron.packed.shapes import Feed, received, row_of, schedules_hook  # noqa: E402
 
@@ -64,6 +68,32 @@ def test_a_feed_tells_lengths_before_it_gives_rows_and_draws_no_more_than_there_
         item((5, 2))[TOKENS][0, 1, :2].tolist(), item((7, 3))[TOKENS][0, 1, :3].tolist(),
     ]  # fmt: skip
     assert next(loader)[FILLED].tolist() == [[1, 1]]  # the next run's
+
+
+@pytest.mark.parametrize(
+    ("changes", "on_gpu", "multiple"),
+    [
+        ({}, False, 4),
+        ({}, True, 4 * 8),
+        ({"fp8": "e4m3", "fp8_recipe": "delayed"}, True, 4 * 32),
+        ({"fp8": "e4m3", "fp8_recipe": "blockwise"}, True, 4 * 128),
+        ({"fp4": "e2m1", "fp8_recipe": "blockwise"}, True, 4 * 32),
+        ({"fp8_recipe": "blockwise"}, True, 4 * 8),
+    ],
+)
+def test_each_rank_has_whole_blocks_of_rows(changes, on_gpu, multiple):
+    args = {
+        "pipeline_model_parallel_size": 1, "virtual_pipeline_model_parallel_size": None, "micro_batch_size": 1,
+        "tensor_model_parallel_size": 4, "context_parallel_size": 1, "data_parallel_size": 1, "sequence_parallel": True,
+    }  # fmt: skip
+    assert row_multiple(SimpleNamespace(**args, **changes), on_gpu) == multiple
+
+
+def test_a_tensor_is_copied_where_there_is_a_gpu():
+    tensor = torch.arange(6).reshape(2, 3).t()
+    copy = to_device(tensor)
+    assert torch.equal(copy.cpu(), tensor)
+    assert copy.is_cuda if torch.cuda.is_available() else copy is tensor
 
 
 def test_arguments_that_are_parsed_again_hook_nothing_twice():

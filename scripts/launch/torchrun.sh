@@ -27,6 +27,7 @@ Parallelism (defaults are the model's, see models/):
 
 Machines; the same command on each, but for NODE_RANK:
   GPUS_PER_NODE (8), NNODES (1), NODE_RANK (0), MASTER_ADDR (localhost), MASTER_PORT (29500)
+  PYTORCH_CUDA_ALLOC_CONF  expandable_segments:True, where shapes vary; PYTORCH_ALLOC_CONF is left as it is
   DEVICE        cuda; cpu trains on the CPU with gloo, for sizes made small by further flags
 
 Examples:
@@ -88,6 +89,12 @@ if $dry_run; then
         "--balanced-pipeline-dry-run=$((NNODES * GPUS_PER_NODE))" --balanced-pipeline-device "${GPU:-H100}" "$@"
 fi
 export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1}  # Megatron insists on it
+# Micro-batches of variable shape ask for memory in ever new sizes, which would leave holes. Megatron refuses the setting together
+# with CUDA graphs, whose shapes are fixed, and with buffers that are registered with NCCL.
+case " ${flags[*]} $* " in
+    *cuda-graph* | *nccl-ub* | *"-shapes fixed "* | *"-shapes=fixed "*) ;;
+    *) [ -n "${PYTORCH_ALLOC_CONF:-}" ] || export PYTORCH_CUDA_ALLOC_CONF=${PYTORCH_CUDA_ALLOC_CONF-expandable_segments:True} ;;
+esac
 exec python -m torch.distributed.run --nproc-per-node "$GPUS_PER_NODE" --nnodes "$NNODES" --node-rank "$NODE_RANK" \
     --master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT" \
     -m megatron_balance.run --device "${DEVICE:-cuda}" ${script[@]+"${script[@]}"} "${flags[@]}" ${gpu_only[@]+"${gpu_only[@]}"} "$@"

@@ -8,19 +8,15 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib.util
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from megatron_balance.errors import BalanceError
-from megatron_balance.megatron.packed.options import AUTO, FLASH, TE, TORCH
-from megatron_balance.megatron.packed.options import FLAG as PACKING
+from megatron_balance.megatron.packed.backends import FLAG
+from megatron_balance.megatron.packed.options import FLASH
 from megatron_balance.megatron.registry import Hook
-
-FLAG = f"{PACKING}-attention"
 
 
 @functools.cache  # one hook, however often arguments are parsed in a process
@@ -47,43 +43,6 @@ def attention_hook(kind: str) -> Hook:
 
     module = "megatron.core.transformer.dot_product_attention"
     return Hook(module, "DotProductAttention.forward", FLAG, "attends within each sequence", wrap)
-
-
-def chosen(asked: str, implementation: str, on_gpu: bool, context_size: int = 1) -> str:
-    """The attention that is used: ``te``, ``flash`` or ``torch``.
-
-    Args:
-        asked: value of the flag.
-        implementation: Megatron's ``--transformer-impl``, after the CPU runtime has had its say.
-        on_gpu: whether the job trains on GPUs.
-        context_size: context-parallel ranks.
-
-    Raises:
-        BalanceError: what was asked for cannot be had here.
-    """
-    engine = implementation == "transformer_engine"
-    has_flash = importlib.util.find_spec("flash_attn") is not None
-    if asked == AUTO:
-        return TE if engine else FLASH if has_flash and on_gpu and context_size == 1 else TORCH
-    if asked == TE and not engine:
-        raise BalanceError(
-            f"{FLAG} {TE} needs the layers of Transformer Engine, but this job has --transformer-impl {implementation}:"
-            f" change that, or give {TORCH}" + (f" or {FLASH}" if on_gpu else "")
-        )
-    if asked != TE and engine:
-        raise BalanceError(
-            f"{FLAG} {asked} is for the local layers, this job has Transformer Engine's, which attend within sequences"
-            f" themselves: give --transformer-impl local, or leave {FLAG} out"
-        )
-    if asked == FLASH and not (has_flash and on_gpu):
-        lack = "the package flash-attn, which is not installed" if on_gpu else "a GPU"
-        raise BalanceError(f"{FLAG} {FLASH} needs {lack}: give {TORCH}")
-    if asked == FLASH and context_size > 1:
-        raise BalanceError(
-            f"{FLAG} {FLASH} attends to a rank's own tokens alone, but --context-parallel-size {context_size} spreads each"
-            f" sequence over ranks: give {TORCH}, or --transformer-impl transformer_engine"
-        )
-    return asked
 
 
 def _one_by_one(module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packed: Any) -> torch.Tensor:
@@ -148,6 +107,7 @@ def _flash(module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Ten
         softmax_scale=_scale(module),
         causal=True,
         window_size=(-1, -1) if window is None else (window - 1, 0),
+        deterministic=module.config.deterministic_mode,
     )
 
 

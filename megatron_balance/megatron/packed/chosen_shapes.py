@@ -13,6 +13,7 @@ from megatron_balance.schedule.order import check_schedule
 
 _KERNELS = 8  # tokens of which a row on a device takes a multiple, for the kernels of matrix products
 _FP8 = 32  # the same for blocks of scaled fp8 and fp4
+_FP8_BLOCKWISE = 128  # rows of a block of this recipe: else sequence-parallel ranks gather in bf16
 _CAPTURED = "CUDA graphs are captured for one shape"
 _NEED_FIXED = (
     Conflict("cuda_graph_impl", lambda value: value != "none", "--cuda-graph-impl", _CAPTURED),
@@ -93,8 +94,14 @@ def _predicts_apart(args: Any) -> bool:
 def row_multiple(args: Any, on_gpu: bool) -> int:
     """What the length of a micro-batch's row must be a multiple of, so that ranks can share it and kernels take it."""
     shared = alignment_of(topology_of(args, 1)) * (args.tensor_model_parallel_size if args.sequence_parallel else 1)
-    low_precision = bool(getattr(args, "fp8", None) or getattr(args, "fp4", None))
-    return shared * (_FP8 if low_precision else _KERNELS if on_gpu else 1)
+    return shared * (_low_precision_rows(args) or (_KERNELS if on_gpu else 1))
+
+
+def _low_precision_rows(args: Any) -> int | None:
+    """What the quantizers of Transformer Engine want a rank's tokens to be a multiple of (their ``is_quantizable``)."""
+    if getattr(args, "fp8", None) and getattr(args, "fp8_recipe", None) == "blockwise":
+        return _FP8_BLOCKWISE
+    return _FP8 if getattr(args, "fp8", None) or getattr(args, "fp4", None) else None
 
 
 def more_of(num_microbatches: int, args: Any) -> int:

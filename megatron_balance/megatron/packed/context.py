@@ -14,6 +14,7 @@ import torch
 from megatron.core import mpu
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 
+from megatron_balance.megatron.packed.copies import to_device
 from megatron_balance.megatron.packed.options import FLAG
 from megatron_balance.megatron.registry import Hook
 
@@ -54,7 +55,7 @@ def whole(local: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
         return local
     gathered = gather_from_sequence_parallel_region(local.contiguous(), group=mpu.get_context_parallel_group())
     order = torch.cat([places_of(lengths, size, rank) for rank in range(size)])
-    return gathered.index_select(0, order.argsort().to(local.device))
+    return gathered.index_select(0, to_device(order.argsort()))
 
 
 def _allows_context_parallelism(construct: Callable[..., None]) -> Callable[..., None]:

@@ -10,6 +10,8 @@ import torch
 from megatron.core import mpu
 from megatron.core.utils import get_attr_wrapped_model
 
+from megatron_balance.megatron.packed.copies import to_device
+
 
 def padding_of(args: Any, model: Any, valid: torch.Tensor, real_tokens: int) -> dict[str, torch.Tensor]:
     """The argument that tells a model which places are padding, where it has experts whose router is trained by their load.
@@ -33,7 +35,7 @@ def padding_of(args: Any, model: Any, valid: torch.Tensor, real_tokens: int) -> 
     padding = valid == 0
     if args.sequence_parallel and not (stage.pre_process and _cuts_padding(type(stage))):
         padding = padding.chunk(mpu.get_tensor_model_parallel_world_size(), dim=1)[mpu.get_tensor_model_parallel_rank()]
-    return {"padding_mask": padding.cuda(non_blocking=True)}
+    return {"padding_mask": to_device(padding)}
 
 
 def _counts_tokens(args: Any) -> bool:

@@ -13,7 +13,9 @@ from megatron_balance import cpu
 from megatron_balance.errors import BalanceError
 from megatron_balance.megatron import stored_layout
 from megatron_balance.megatron.arguments import topology_of
-from megatron_balance.megatron.packed.attention import attention_hook, chosen
+from megatron_balance.megatron.packed.attention import attention_hook
+from megatron_balance.megatron.packed.backends import FLAG as ATTENTION
+from megatron_balance.megatron.packed.backends import Choice, Here, Job, chosen
 from megatron_balance.megatron.packed.chosen_shapes import check_more, more_of, row_multiple, shapes_of
 from megatron_balance.megatron.packed.options import FLAG, TE, PackingOptions, refuse_conflicts, trains_on_conversations
 from megatron_balance.megatron.packed.prediction import ROLL, WEIGHTS, rescales
@@ -21,6 +23,7 @@ from megatron_balance.megatron.packed.versions import refuse_missing
 from megatron_balance.megatron.registry import Hook, registry
 from megatron_balance.packing.cost import VARIABLE
 from megatron_balance.packing.sizes import check_seq_length
+from megatron_balance.reporting import say
 
 Function = Callable[..., Any]
 
@@ -34,6 +37,7 @@ def before_validation(args: Any) -> None:
     refuse_conflicts(args)
     shapes_of(args)
     refuse_missing(args)
+    _attention_of(args)
     # Megatron would average losses by micro-batch in evaluation, which depends on the grouping.
     args.varlen_packing_conversations, args.sft = trains_on_conversations(args), False
     args.create_attention_mask_in_dataloader = False  # a mask of seq_length^2 that nothing would read
@@ -41,10 +45,11 @@ def before_validation(args: Any) -> None:
 
 def after_globals(args: Any, options: PackingOptions) -> None:
     """Choose the attention, and have checkpoints keep the place in the data."""
-    on_gpu = torch.cuda.is_available() and not cpu.is_installed()
-    kind = chosen(options.attention, args.transformer_impl, on_gpu, args.context_parallel_size)
-    if kind != TE:
-        registry.apply(attention_hook(kind))
+    attention = _attention_of(args)
+    if attention.note:
+        say(f"megatron-balance: {ATTENTION} {options.attention} takes {attention.kind}: {attention.note}")
+    if attention.kind != TE:
+        registry.apply(attention_hook(attention.kind))
         if args.context_parallel_size > 1:
             from megatron_balance.megatron.packed.context import LOCAL_ATTENTION
 
@@ -59,12 +64,21 @@ def after_globals(args: Any, options: PackingOptions) -> None:
         from megatron_balance.megatron.packed.shapes import NO_MESSAGES, schedules_hook
 
         check_more(args)
-        registry.apply(schedules_hook(row_multiple(args, on_gpu), _more))
+        registry.apply(schedules_hook(row_multiple(args, _on_gpu()), _more))
         registry.apply(NO_MESSAGES)
     registry.apply(stored_layout.SAVE)
     from megatron_balance.megatron.packed.data import bin_cost
 
     bin_cost()
+
+
+def _attention_of(args: Any) -> Choice:
+    here = Here.found(torch.cuda.get_device_capability() if _on_gpu() else None, args.transformer_impl)
+    return chosen(PackingOptions.from_args(args).attention, Job.of(args), here)
+
+
+def _on_gpu() -> bool:
+    return torch.cuda.is_available() and not cpu.is_installed()
 
 
 def _more(num_microbatches: int) -> int:

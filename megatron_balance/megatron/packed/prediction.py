@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from megatron_balance.megatron.packed.context import own_places, whole
+from megatron_balance.megatron.packed.copies import to_device
 from megatron_balance.megatron.packed.options import FLAG
 from megatron_balance.megatron.packed.totals import told
 from megatron_balance.megatron.registry import Hook
@@ -85,7 +86,7 @@ def _at_once(
             return roll(tensor, shifts, dims, cp_group, packed_seq_params, **kwargs)
         row = whole(tensor.movedim(-1, 0), lengths)
         rolled = row.roll(-1, 0).index_fill(0, packed_seq_params.cu_seqlens_q[1:].long() - 1, 0)
-        rolled = (rolled if places is None else rolled[places.to(row.device)]).movedim(0, -1)
+        rolled = (rolled if places is None else rolled[to_device(places)]).movedim(0, -1)
         return rolled, rolled.sum()
 
     return roll_tensor

@@ -16,6 +16,7 @@ from megatron.core.utils import StragglerDetector, get_attr_wrapped_model
 from megatron.training import get_args, get_timers
 
 from megatron_balance.megatron.packed.context import own_places
+from megatron_balance.megatron.packed.copies import to_device
 from megatron_balance.megatron.packed.experts import padding_of
 from megatron_balance.megatron.packed.items import LABELS, POSITIONS, TOKENS, VALID
 from megatron_balance.megatron.packed.stages import reads_tokens
@@ -87,11 +88,11 @@ def next_batch(data_iterator: Iterator[dict[str, torch.Tensor]], vp_stage: int |
     tokens = labels = loss_mask = None
     if reads_tokens(get_args(), vp_stage):
         tokens, labels = _read(item, positions)
-        loss_mask = valid.cuda(non_blocking=True).masked_fill(labels < 0, 0.0)
+        loss_mask = to_device(valid).masked_fill(labels < 0, 0.0)
         labels = labels.clamp(min=0)
         if get_args().eod_mask_loss:
             loss_mask = loss_mask.masked_fill(tokens == _eod(), 0.0)
-    return Batch(tokens, labels, loss_mask, positions.cuda(non_blocking=True), valid, packed)
+    return Batch(tokens, labels, loss_mask, to_device(positions), valid, packed)
 
 
 def _own(item: dict[str, torch.Tensor], packed: PackedSeqParams) -> dict[str, torch.Tensor]:
@@ -105,7 +106,7 @@ def _own(item: dict[str, torch.Tensor], packed: PackedSeqParams) -> dict[str, to
 def _read(item: dict[str, torch.Tensor], positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Tokens and labels, from the loader on the first tensor-parallel rank."""
     if mpu.get_tensor_model_parallel_rank() == 0:
-        both = torch.stack((item[TOKENS].reshape(1, -1), item[LABELS].reshape(1, -1))).cuda(non_blocking=True)
+        both = to_device(torch.stack((item[TOKENS].reshape(1, -1), item[LABELS].reshape(1, -1))))
     else:
         both = torch.empty((2, *positions.shape), dtype=torch.int64, device=torch.cuda.current_device())
     if mpu.get_tensor_model_parallel_world_size() > 1:
@@ -119,7 +120,7 @@ def _packed(positions: torch.Tensor) -> PackedSeqParams:
     bounds = torch.cat((starts, starts.new_tensor([positions.numel()]))).to(torch.int32)
     lengths = bounds.diff()
     longest = int(lengths.max())
-    on_device = bounds.cuda(non_blocking=True)
+    on_device = to_device(bounds)
     packed = PackedSeqParams(
         qkv_format="thd",
         cu_seqlens_q=on_device,
@@ -130,7 +131,7 @@ def _packed(positions: torch.Tensor) -> PackedSeqParams:
     )
     if "seq_idx" in _fields():  # for Mamba layers; Megatron's own way to it waits for the GPU
         numbers = torch.arange(lengths.numel(), dtype=torch.int32).repeat_interleave(lengths)
-        packed.seq_idx = numbers[None].cuda(non_blocking=True)
+        packed.seq_idx = to_device(numbers[None])
     if mpu.get_context_parallel_world_size() > 1:  # the padding of a sequence counts as a part of it, but has no label
         packed.cu_seqlens_q_padded = packed.cu_seqlens_kv_padded = on_device
     packed.lengths = lengths.tolist()

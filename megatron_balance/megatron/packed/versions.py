@@ -46,6 +46,13 @@ def refuse_missing(args: Any) -> None:
         )
 
 
+def pads_values() -> bool:
+    """Whether latent attention gives packed values the size of queries, and cuts the result."""
+    from megatron.core.transformer import multi_latent_attention
+
+    return hasattr(multi_latent_attention, "_prepare_mla_core_attention_value")
+
+
 def _divides_gradients() -> bool:
     """Whether torch's FSDP has a way of its own to scale gradients: what it inherits does nothing."""
     from megatron.core.distributed.data_parallel_base import _BaseDataParallel
