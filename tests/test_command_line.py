@@ -219,6 +219,7 @@ def test_our_own_flags_are_arguments_too():
         ("--num-layers twelve", "argument --num-layers: invalid int value: 'twelve'"),
         ("--num-layers 12 13", "unrecognized arguments: 13"),
         ("--num-layers 1000000000", "--num-layers 1000000000: at most 100000"),
+        ("--mtp-num-layers 1000000000", "--mtp-num-layers 1000000000: at most 100000"),
         ("--hidden-size 99999999999999999999", "--hidden-size 99999999999999999999: no such number"),
         ("--recompute-granularity half", "invalid choice: 'half'"),
         ("--window-size 128,x", "invalid window value"),

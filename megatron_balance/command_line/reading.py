@@ -152,8 +152,11 @@ def _check_sizes(arguments: Mapping[str, Any]) -> None:
         values = value if isinstance(value, list | tuple) else [value]
         if any(type(number) is int and abs(number) >= MOST_WHOLE for number in values):
             raise BalanceError(f"--{name.replace('_', '-')} {value}: no such number is possible")
-    if (arguments.get("num_layers") or 0) > MOST_LAYERS:
-        raise BalanceError(f"--num-layers {arguments['num_layers']}: at most {MOST_LAYERS} are planned")
+    for name in ("num_layers", "encoder_num_layers", "mtp_num_layers"):
+        if arguments.get(name, 0) > MOST_LAYERS:
+            raise BalanceError(
+                f"--{name.replace('_', '-')} {arguments[name]}: at most {MOST_LAYERS} are planned, give fewer"
+            )
 
 
 _PROCESSES = re.compile(r"--nproc[-_]per[-_]node")
