@@ -11,7 +11,7 @@ from megatron_balance.errors import BalanceError
 from megatron_balance.files import read_text
 from megatron_balance.reading import DamageError, parse_object
 
-_GREATEST = {"num_hidden_layers": 100_000}
+_GREATEST = {"num_hidden_layers": 100_000, "num_nextn_predict_layers": 100_000}
 _GREATEST_SIZE = 2**31
 _WINDOWED = {"sliding_attention": 1, "full_attention": 0}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import subprocess
 import sys
 from typing import Any
@@ -19,9 +20,11 @@ from megatron_balance.command_line import (
     read_command_line,
     topology_from_arguments,
 )
+from megatron_balance.costs.memory import Optimizer
 from megatron_balance.errors import BalanceError
-from megatron_balance.model import ModelSpec
+from megatron_balance.model import ModelSpec, hybrid_pattern
 from megatron_balance.model.arguments import spec_fields
+from megatron_balance.pipeline import stock
 from megatron_balance.topology import Topology
 
 # Command lines of pretrain_gpt.py as people write them, with much that does not matter to a plan.
@@ -170,6 +173,8 @@ def test_other_expressions_are_refused(text):
         ("torchrun --nproc-per-node=8 --nnodes=4 --rdzv-endpoint=node0:29500 -m megatron_balance.run pretrain_gpt.py", 32),
         ("torchrun --nproc-per-node 8 --nnodes 1:4 pretrain_gpt.py", None),
         ("torchrun --nproc-per-node gpu pretrain_gpt.py", None),
+        ("torchrun --nproc-per-node \u00b2 pretrain_gpt.py", None),
+        (f"WORLD_SIZE={'9' * 5000} python pretrain_gpt.py", None),
         ("python -m torch.distributed.run --nproc-per-node 2 -m megatron_balance.run", 2),
         ("torchrun --nproc-per-node 2 -m megatron_balance.run --device cpu pretrain_gpt.py", 2),
     ],
@@ -214,6 +219,7 @@ def test_our_own_flags_are_arguments_too():
         ("--num-layers twelve", "argument --num-layers: invalid int value: 'twelve'"),
         ("--num-layers 12 13", "unrecognized arguments: 13"),
         ("--num-layers 1000000000", "--num-layers 1000000000: at most 100000"),
+        ("--mtp-num-layers 1000000000", "--mtp-num-layers 1000000000: at most 100000"),
         ("--hidden-size 99999999999999999999", "--hidden-size 99999999999999999999: no such number"),
         ("--recompute-granularity half", "invalid choice: 'half'"),
         ("--window-size 128,x", "invalid window value"),
@@ -256,6 +262,61 @@ def test_no_argument_that_a_model_reads_is_ignored():
         spec_fields(watched)
         asked |= watched.asked
     assert asked - {*DEFAULTS} == {"linear_attention_type"}
+
+
+# What the lines above leave unread: one thing asked for hides another, and a few sizes stand for Megatron's older names.
+WIDTHS = "--hidden-size 512 --num-attention-heads 8 --vocab-size 1000"
+MORE_LINES = (
+    f"{WIDTHS} --seq-length 128 --num-layers 8 --recompute-granularity full",
+    "--num-layers 8 --tokenizer-type unknown",
+    "--hybrid-override-pattern M-M- --mtp-num-layers 1",
+    f"{WIDTHS} --encoder-seq-length 128 --encoder-num-layers 8 --pipeline-model-parallel-size 2"
+    " --num-virtual-stages-per-pipeline-rank 2",
+)
+
+
+def asked_by_a_plan(line: str) -> set[str]:
+    """The arguments that reading, completing, sizes, model, optimizer and own split of a command line ask for."""
+    watched = Watched(read_command_line(line.split()).arguments)
+    for ask in (
+        lambda: topology_from_arguments(watched, world_size=64),
+        lambda: completed(watched),
+        lambda: ModelSpec.from_arguments(watched),
+        lambda: Optimizer.from_arguments(watched),
+        lambda: stock.refuse_virtual_stages_of_blocks(watched, 2),
+        lambda: stock.own_split(watched, 30, 0, Topology(2, 4)),
+    ):
+        with contextlib.suppress(
+            BalanceError
+        ):  # a job may be impossible; what is asked for before that is no less asked for
+            ask()
+    return watched.asked
+
+
+def test_no_argument_of_the_table_is_left_unread():
+    """A flag that decides nothing belongs to the ignored ones, which are named."""
+    lines = [f"{WIDTHS} --seq-length 128 --num-layers 61 {line}" for line in LINES.values()]
+    asked = set.union(*(asked_by_a_plan(line) for line in (*lines, *MORE_LINES)))
+    assert sorted({*DEFAULTS} - asked) == []
+
+
+def test_flags_of_kernels_and_dispatch_are_named_as_ignored():
+    line = "--num-layers 8 --squared-relu --attention-backend fused --moe-token-dispatcher-type alltoall --rampup-batch-size 8 8 9"
+    read = read_command_line(line.split())
+    assert read.arguments == {"num_layers": 8}
+    assert read.ignored == (
+        "--squared-relu",
+        "--attention-backend",
+        "--moe-token-dispatcher-type",
+        "--rampup-batch-size",
+    )
+
+
+def test_a_hybrid_model_by_ratios_alone_is_refused():
+    with pytest.raises(BalanceError, match=r"hybrid_mlp_ratio is 0\.5 .* --hybrid-override-pattern"):
+        hybrid_pattern(read_command_line(["--hybrid-mlp-ratio", "0.5"]).arguments)
+    both = "--hybrid-mlp-ratio 0.5 --hybrid-override-pattern M-M-"
+    assert hybrid_pattern(read_command_line(both.split()).arguments).stages == ("M-M-",)
 
 
 def arguments(line: str) -> dict[str, Any]:
@@ -380,6 +441,7 @@ def test_groups_of_micro_batches_are_of_the_interleaved_schedule():
         ("--step-batch-size-schedule 0:8", {"world_size": 8}, "add --num-microbatches M"),
         ("--pipeline-model-parallel-size 0", {"world_size": 8}, "--pipeline-model-parallel-size 0: must be 1 or more"),
         ("--tensor-parallel-num-weight-shards 4", {"world_size": 8}, "--tensor-parallel-num-weight-shards 4"),
+        ("--use-megatron-fsdp", {"world_size": 8}, "--use-megatron-fsdp with --pipeline-model-parallel-size 4: .* stops"),
         ("--expert-model-parallel-size 4", {"world_size": 16}, r"16 processes are no multiple of 32, .* 2 \* 4 \* 4\)"),
         ("--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --no-overlap-p2p-communication",
          {"num_microbatches": 8}, "leave --no-overlap-p2p-communication out"),

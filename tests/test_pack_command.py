@@ -239,7 +239,7 @@ def test_a_whole_command_line_of_training_is_read(capsys, data) -> None:
 
 def test_megatron_data_sets_are_read_as_their_lengths_are(capsys, data, tmp_path) -> None:
     prefix = write_indexed(tmp_path / "indexed_text_document", lengths())
-    indexed, listed = (packed(capsys, f"{name} {JOB} --batches 1") for name in (prefix, data))
+    indexed, listed = (packed(capsys, f"{name} {JOB} --split 1,0,0 --batches 1") for name in (prefix, data))
     names = [values["data_sets"][0].pop("name") for values in (indexed, listed)]
     assert names == [str(prefix), str(data)] and indexed == listed
 
@@ -323,6 +323,12 @@ def test_plot_without_matplotlib_says_what_to_install(capsys, data, monkeypatch,
         (f"DATA {JOB} --context-parallel-size 3", "--seq-length 512 is not a multiple of 6"),
         (f"DATA {JOB} --expert-model-parallel-size 3", "replica of the experts"),
         (f"DATA {JOB} --lengths DATA", "PREFIX and --lengths each name the data"),
+        (f"DATA {JOB} --split 0,1,0", "--split 0,1,0 leaves nothing for training"),
+        (f"DATA {JOB} --split ''", "--split : give the proportions"),
+        (f"DATA {JOB} --split 1,1,1,1", "--split 1,1,1,1: give the proportions"),
+        (f"DATA {JOB} --split 1.2.3,1,1", "--split 1.2.3,1,1: give the proportions"),
+        (f"DATA {JOB} --split 1,9999,0", "holds 500 documents, of which this part of --split gets none"),
+        (f"DATA {JOB} --use-megatron-fsdp", "--use-megatron-fsdp with --pipeline-model-parallel-size 2"),
         (f"DATA {JOB} --world-size 8", "--data-parallel-size and --world-size"),
         (f"DATA {JOB} --balanced-pipeline-device H100", "leave --cost-ratio out"),
         (f"DATA {JOB} --dump batches.txt", "end the file's name in .json"),
@@ -342,9 +348,29 @@ def test_what_cannot_be_is_refused_in_one_line(capsys, data, tmp_path, flags: st
 
 
 def test_flags_of_packed_training_are_taken(capsys, data) -> None:
-    flags = "--varlen-packing-attention te --varlen-packing-micro-batches +2 --split 80,20,0 --spec some module"
+    flags = "--varlen-packing-attention te --varlen-packing-micro-batches +2 --spec some module"
     report = packed(capsys, f"{data} {JOB} --batches 1 {MODEL} {flags}")
     assert report == {**packed(capsys, f"{data} {JOB} --batches 1 {MODEL}"), "assumed": report["assumed"]}
+
+
+def test_documents_are_those_of_training(capsys, data, tmp_path) -> None:
+    """Test data sets are of 500 documents, 484 (and a half) of which are Megatron's 96.9 %."""
+    prefix = write_indexed(tmp_path / "indexed_text_document", lengths())
+    told = "--split 969, 30, 1 (Megatron's own)"
+    for words, count, assumed in (
+        (f"{prefix}", 484, [told]),
+        (f"--data-path {prefix}", 484, [told]),
+        (f"--train-data-path {prefix}", 500, []),
+        (f"--train-data-path {prefix} --split 80,20,0", 500, []),
+        (f"--data-path 1 {prefix} 3 {data}", 968, [told]),
+        (f"{prefix} --split 80,20,0", 400, []),
+        (f"--lengths {data} --split 80,20,0", 400, []),
+        (f"--lengths {data}", 500, []),
+    ):
+        report = packed(capsys, f"{words} {JOB} --batches 1")
+        assert (report["documents"], report["assumed"]) == (count, assumed), words
+    _, out, _ = run(capsys, f"{prefix} {JOB} --split 80,20,0 --batches 1")
+    assert "the first 80.0 % of each data set's documents" in " ".join(out.split())
 
 
 def test_chopped_bins_are_full_and_no_fuller(capsys, data) -> None:

@@ -25,6 +25,7 @@ REFUSED = {
     f"{GOOD} --dataloader-type external": "--dataloader-type",
     f"{GOOD} --mtp-num-layers 1 --mtp-use-repeated-layer": "--varlen-packing does not know the cost",
     f"{GOOD} --use-torch-fsdp2": "--use-torch-fsdp2",
+    f"{GOOD} --use-megatron-fsdp --pipeline-model-parallel-size 2": "--use-megatron-fsdp with --pipeline-model-parallel-size 2",
     f"{GOOD} --logits-load-dir teacher": "--logits-load-dir",
     f"{GOOD} --decrease-batch-size-if-needed": "--decrease-batch-size-if-needed",
     f"{GOOD} --non-persistent-ckpt-type local": "--non-persistent-ckpt-type local",

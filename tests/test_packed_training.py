@@ -19,6 +19,7 @@ from launch import TINY, Run, launch, trained
 from megatron.core.models.gpt import GPTModel
 from written_documents import EOD, write_documents
 
+from megatron_balance.cli import main
 from megatron_balance.megatron.found_checkpoint import ahead_of
 from megatron_balance.megatron.packed.experts import padding_of
 from megatron_balance.pipeline.stored import FILE_NAME
@@ -228,6 +229,27 @@ def test_every_label_is_learned_once_an_epoch_also_across_a_kill_and_another_top
     steps = {**after, **{step: pieces for step, pieces in before.items() if step < turn}}
     assert sorted(steps) == list(range(0, 40 * 8, 8))
     check_epochs(steps, written[: round(0.9 * len(written))])
+
+
+def test_the_command_packs_what_training_is_fed(packed, documents, tmp_path):
+    """The same documents, cut into the same global batches, by the same flags."""
+    (prefix, written), fed_steps = documents, fed(packed().folder)
+    dump, report = tmp_path / "dump.json", tmp_path / "report.json"
+    flags = "--seq-length 32 --global-batch-size 8 --split 90,10,0 --batches 20"
+    assert main(["pack", str(prefix), *flags.split(), "--dump", str(dump), "--json", str(report)]) == 0
+    planned = json.loads(dump.read_text())["batches"]
+    assert len(planned) == len(fed_steps)
+    for step, (rank,) in zip(sorted(fed_steps), planned, strict=True):
+        assert len(rank) == 8  # bins
+        assert fed_steps[step] == Counter(
+            (tuple(written[document][first:end]), tuple(written[document][first + 1 : end + 1]))
+            for bin_ in rank
+            for document, first, end in bin_
+        )
+    said = re.search(r"packing (\S+) documents of (\S+) labels", packed().output)
+    counted = json.loads(report.read_text())
+    assert [int(number.replace(",", "")) for number in said.groups()] == [counted["documents"], counted["labels"]]
+    assert counted["documents"] == 360
 
 
 @pytest.mark.parametrize("virtual", ["", "--num-virtual-stages-per-pipeline-rank 2"], ids=["PP2", "PP2-VPP2"])

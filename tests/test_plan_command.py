@@ -446,3 +446,15 @@ def test_fewer_layers_than_the_config_has_are_its_first(tmp_path: Path) -> None:
         for flags in ("", "--num-layers 5")
     )
     assert part == whole[:5] and len(set(part)) == 2
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        ("--num-microbatches 99999999999", "99999999999 micro-batches: at most 1048576 are planned"),
+        ("--num-microbatches 8 --use-megatron-fsdp", "--use-megatron-fsdp with --pipeline-model-parallel-size 4"),
+    ],
+)
+def test_what_no_job_can_have_is_refused(capsys, flags: str, told: str) -> None:
+    status, out, err = run(capsys, f"{flags} {PP4}")
+    assert (status, out) == (2, "") and told in err.splitlines()[-1]

@@ -22,7 +22,7 @@ sys.path.insert(0, str(SCRIPTS))
 from quickstart import corpus, launch, observations, observed, report  # noqa: E402
 from quickstart.observations import Operation, Step  # noqa: E402
 from quickstart.report import BALANCED, UNIFORM, Round  # noqa: E402
-from quickstart.turns import Turns, take_turns  # noqa: E402
+from quickstart.turns import Turns, order_of_turns, take_turns  # noqa: E402
 
 from megatron_balance.costs.chain import ChainCosts, ElementCost  # noqa: E402
 from megatron_balance.megatron.recorder import recorder  # noqa: E402
@@ -132,7 +132,7 @@ def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     )
     job = launch.Job(SIZE, "cpu", tmp_path / "tokens", tmp_path)
     job.start("start", print)
-    job.compare(report.order_of_rounds(SIZE.steps), print, print)
+    job.compare(order_of_turns(BALANCED, UNIFORM, SIZE.steps), print, print)
     return seen
 
 
@@ -148,7 +148,7 @@ def test_both_splits_start_from_the_checkpoint_of_one_unsplit_run(commands: dict
 
 def test_the_two_splits_differ_in_our_flags_alone(commands: dict[str, str], tmp_path: Path) -> None:
     ours = f" --balanced-pipeline --balanced-pipeline-plan {tmp_path}/plan.json"
-    named = f"observations/uniform uniform {','.join(report.order_of_rounds(4))} --"
+    named = f"observations/uniform uniform {','.join(order_of_turns(BALANCED, UNIFORM, 4))} --"
     trace = f"--straggler-trace {tmp_path}/traces/uniform --straggler-trace-steps 2:4"
     assert named in commands[UNIFORM] and trace in commands[UNIFORM]
     assert commands[BALANCED].removesuffix(ours) == commands[UNIFORM].replace(
@@ -163,7 +163,7 @@ def test_a_split_trains_alone_from_scratch_and_then_in_turns(tmp_path: Path, mon
     )
     job = launch.Job(SIZE, "cpu", tmp_path / "tokens", tmp_path, from_scratch=True)
     job.compare([UNIFORM] * SIZE.steps, print)
-    job.compare(report.order_of_rounds(SIZE.steps), print)
+    job.compare(order_of_turns(BALANCED, UNIFORM, SIZE.steps), print)
     assert [len(one) for one in started] == [1, 2]
     assert all("--load" not in command for commands in started for command in commands)
     assert "--balanced-pipeline" not in started[0][0] and "--balanced-pipeline" in started[1][1]
@@ -267,7 +267,7 @@ def _runs(pid: int) -> bool:
 
 def test_steps_are_trained_in_turn(tmp_path: Path) -> None:
     """Two jobs of two ranks, each rank a thread: a step starts after all ranks have ended the turn before it."""
-    order, log, awaited, guard = report.order_of_rounds(6), [], [], threading.Lock()
+    order, log, awaited, guard = order_of_turns(BALANCED, UNIFORM, 6), [], [], threading.Lock()
 
     def train(job: str, rank: int) -> None:
         turns = Turns(tmp_path, order, job, rank, processes=2)
@@ -373,13 +373,13 @@ def _plan(uniform_step_s: float, step_s: float) -> Plan:
 
 
 def _rounds(*durations_s: float) -> list[Round]:
-    order = report.order_of_rounds(len(durations_s) // 2)
+    order = order_of_turns(BALANCED, UNIFORM, len(durations_s) // 2)
     return [_round(split, one) for split, one in zip(order, durations_s, strict=True)]
 
 
 def test_rounds_alternate_within_and_between_pairs() -> None:
     u, b = UNIFORM, BALANCED
-    assert report.order_of_rounds(3) == [b, u, u, b, b, u]
+    assert order_of_turns(BALANCED, UNIFORM, 3) == [b, u, u, b, b, u]
 
 
 def test_the_summary_is_of_medians_without_the_first_and_last_turns() -> None:

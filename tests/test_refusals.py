@@ -80,6 +80,11 @@ def prepared(monkeypatch, arguments: list[str], **changes):
         ),
         ("--num-virtual-stages-per-pipeline-rank 0", "--num-virtual-stages-per-pipeline-rank 0: give 1 or more"),
         ("--num-layers-per-virtual-pipeline-stage=-2", "--num-layers-per-virtual-pipeline-stage -2: give 1 or more"),
+        (
+            "--use-megatron-fsdp",
+            "--use-megatron-fsdp with --pipeline-model-parallel-size 2: .*--use-distributed-optimizer",
+        ),
+        ("--use-torch-fsdp2", "--use-torch-fsdp2 with --pipeline-model-parallel-size 2"),
         ("--pipeline-model-parallel-size 0", "--pipeline-model-parallel-size 0: give 1 or more"),
         ("--num-virtual-stages-per-pipeline-rank 2 --num-layers-per-virtual-pipeline-stage 2", "leave one out"),
     ],

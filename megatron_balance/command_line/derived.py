@@ -24,18 +24,18 @@ def completed(arguments: Mapping[str, Any]) -> dict[str, Any]:
     done = dict(arguments)
     if done.get("vocab_size") is None and done.get("padded_vocab_size") is None:
         done["vocab_size"] = _vocabulary(arguments)
-    if done.get("fp16"):
+    if arguments.get("fp16"):
         done["bf16"] = False  # that of a Hugging Face config, which a flag outranks
-    if done.get("tensor_model_parallel_size", 1) == 1:
+    if arguments.get("tensor_model_parallel_size", 1) == 1:
         done["sequence_parallel"] = False
-    if done.get("moe_layer_recompute"):
+    if arguments.get("moe_layer_recompute"):
         done["recompute_granularity"] = "selective"
-        done["recompute_modules"] = list(dict.fromkeys([*(done.get("recompute_modules") or ["core_attn"]), "moe"]))
-    if done.get("use_megatron_fsdp"):
+        done["recompute_modules"] = list(dict.fromkeys([*(arguments.get("recompute_modules") or ["core_attn"]), "moe"]))
+    if arguments.get("use_megatron_fsdp"):
         done["use_distributed_optimizer"] = True
-    if done.get("optimizer", "adam") not in ("adam", "sgd"):  # each rank keeps the state of whole matrices
+    if arguments.get("optimizer", "adam") not in ("adam", "sgd"):  # each rank keeps the state of whole matrices
         done["use_layer_wise_distributed_optimizer"] = bool(
-            done.get("use_distributed_optimizer") or done["optimizer"] == "dist_muon"
+            done.get("use_distributed_optimizer") or arguments["optimizer"] == "dist_muon"
         )
         done["use_distributed_optimizer"] = False
     return done
@@ -69,6 +69,7 @@ def topology_from_arguments(
         _size(arguments, f"{kind}_parallel_size") for kind in ("tensor_model", "pipeline_model", "context")
     )
     check_weight_shards(arguments)
+    check_stages_beside_fsdp(arguments)
     data_size = _data_size(world_size, tensor * pipeline * context)
     if world_size is not None:
         check_expert_ranks(arguments, world_size)
@@ -130,6 +131,26 @@ def check_weight_shards(arguments: Mapping[str, Any]) -> None:
             raise BalanceError(
                 f"--{name.replace('_', '-')}-parallel-num-weight-shards {shards}: weights spread over more ranks than the"
                 f" {base} of tensor parallelism are not planned for"
+            )
+
+
+def check_stages_beside_fsdp(arguments: Mapping[str, Any]) -> None:
+    """Refuse pipeline stages of weights that are sharded in full, which no Megatron runs.
+
+    Megatron FSDP arranges all processes by data, context and tensor parallelism, without an axis for stages
+    (``_get_dp_tp_mesh`` of ``mcore_fsdp_adapter.py``): with more stages than one that stops, by an error of einops or an
+    assertion about ranks, once the model is built on all GPUs. PyTorch's FSDP2 is refused by ``validate_args``.
+
+    Raises:
+        BalanceError: names the flag.
+    """
+    stages = arguments.get("pipeline_model_parallel_size") or 1
+    for name in ("use_megatron_fsdp", "use_torch_fsdp2"):
+        if arguments.get(name) and stages > 1:
+            raise BalanceError(
+                f"--{name.replace('_', '-')} with --pipeline-model-parallel-size {stages}: Megatron itself (0.14 to 0.19) has no"
+                " pipeline stages with it, and stops: give --use-distributed-optimizer in its place, or"
+                " --pipeline-model-parallel-size 1"
             )
 
 

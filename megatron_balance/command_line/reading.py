@@ -152,21 +152,26 @@ def _check_sizes(arguments: Mapping[str, Any]) -> None:
         values = value if isinstance(value, list | tuple) else [value]
         if any(type(number) is int and abs(number) >= MOST_WHOLE for number in values):
             raise BalanceError(f"--{name.replace('_', '-')} {value}: no such number is possible")
-    if (arguments.get("num_layers") or 0) > MOST_LAYERS:
-        raise BalanceError(f"--num-layers {arguments['num_layers']}: at most {MOST_LAYERS} are planned")
+    for name in ("num_layers", "encoder_num_layers", "mtp_num_layers"):
+        if arguments.get(name, 0) > MOST_LAYERS:
+            raise BalanceError(
+                f"--{name.replace('_', '-')} {arguments[name]}: at most {MOST_LAYERS} are planned, give fewer"
+            )
 
 
 _PROCESSES = re.compile(r"--nproc[-_]per[-_]node")
 _NODES = re.compile(r"--nnodes")
+_COUNT = re.compile(r"[0-9]{1,15}")  # what else torchrun takes, as gpu or 1:4, is no number of processes
 
 
 def _world_size(launcher: Sequence[str]) -> int | None:
     """Processes of all nodes; one node where torchrun is not told how many, as it takes it."""
     for word in launcher:
-        if match := re.fullmatch(r"WORLD_SIZE=(\d+)", word):
-            return int(match[1])
-    processes, nodes = _launcher_value(launcher, _PROCESSES), _launcher_value(launcher, _NODES) or "1"
-    return int(processes) * int(nodes) if processes and processes.isdigit() and nodes.isdigit() else None
+        name, _, size = word.partition("=")
+        if name == "WORLD_SIZE" and _COUNT.fullmatch(size):
+            return int(size)
+    processes, nodes = _launcher_value(launcher, _PROCESSES) or "", _launcher_value(launcher, _NODES) or "1"
+    return int(processes) * int(nodes) if _COUNT.fullmatch(processes) and _COUNT.fullmatch(nodes) else None
 
 
 def _launcher_value(launcher: Sequence[str], name: re.Pattern[str]) -> str | None:

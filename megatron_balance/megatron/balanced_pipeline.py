@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any
 
-from megatron_balance.command_line.derived import check_expert_ranks, check_weight_shards
+from megatron_balance.command_line.derived import check_expert_ranks, check_stages_beside_fsdp, check_weight_shards
 from megatron_balance.costs.chain import ChainCosts
 from megatron_balance.costs.transfer import transfer_s
 from megatron_balance.errors import BalanceError, MemoryLack
@@ -76,6 +76,7 @@ def before_validation(args: Any, options: Options) -> None:
 def _refuse_conflicts(args: Any) -> None:
     refuse_uncovered(vars(args))
     check_weight_shards(vars(args))
+    check_stages_beside_fsdp(vars(args))
     refuse_given_split(args)
     for name, value in (
         ("decoder-first-pipeline-num-layers", args.decoder_first_pipeline_num_layers),

@@ -213,6 +213,12 @@ def hybrid_pattern(arguments: Mapping[str, Any]) -> HybridPattern | None:
     """
     text = _pattern_text(arguments)
     if text is None:
+        for name in ("hybrid_attention_ratio", "hybrid_mlp_ratio"):
+            if arguments.get(name):
+                raise BalanceError(
+                    f"{name} is {arguments[name]} without a pattern of layers, which Megatron then makes by itself: give the"
+                    " pattern that it prints with --hybrid-override-pattern"
+                )
         if arguments.get("is_hybrid_model"):
             raise BalanceError("is_hybrid_model is set without a pattern of layers: add --hybrid-layer-pattern")
         return None

@@ -17,6 +17,7 @@ from megatron_balance.errors import BalanceError
 from megatron_balance.files import check_place, write_standard_output, write_text
 from megatron_balance.packing.cost import SHAPES
 from megatron_balance.packing.pieces import LONG_DOCUMENTS, SPLIT
+from megatron_balance.packing.splits import MEGATRONS_SPLIT
 from megatron_balance.planning.flags import FLAG
 from megatron_balance.plots import check_matplotlib
 
@@ -34,11 +35,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     data = parser.add_argument_group("data")
     data.add_argument(
         "--data-path",
-        "--train-data-path",
         nargs="+",
         metavar="WORD",
         help="the data sets as training names them: prefixes, each with its weight before it or none (PREFIX ... in front of"
         " all flags is the same)",
+    )
+    data.add_argument(
+        "--split",
+        metavar="TRAIN,VALID,TEST",
+        help=f"proportions of the documents, of which training's are packed (default: Megatron's, {MEGATRONS_SPLIT}; all of"
+        " files of lengths)",
+    )
+    data.add_argument(
+        "--train-data-path",
+        nargs="+",
+        metavar="WORD",
+        help="data sets of training alone, all of whose documents are packed",
     )
     data.add_argument(
         "--lengths",
@@ -136,7 +148,7 @@ def pack(options: argparse.Namespace, argv: Sequence[str]) -> int:
         print(f"megatron-balance: without effect on packing: {ignored}", file=sys.stderr, flush=True)
     from megatron_balance.packing.documents import read_blend
 
-    blend = read_blend(request.data)
+    blend = read_blend(request.data, request.part)
     from megatron_balance.pack_command.study import study
 
     report, found = study(request, blend)

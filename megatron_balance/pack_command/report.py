@@ -165,9 +165,9 @@ class Report:
         """The report as JSON holds it.
 
         Keys: ``documents``, ``tokens``, ``labels``, ``longest_document``, ``without_labels``, ``long_documents`` (with more labels
-        than a bin holds), ``labels_left_out`` (of truncated and dropped ones): all data sets together; ``data_sets``: each, with
-        its ``weight`` and ``batches_per_epoch``; ``histogram``; ``batch``: of the plan; ``bins``: what was asked;
-        ``outcomes``: by way of making batches; ``lower_bound_over_ideal`` and ``step_above_bound``, the share of
+        than a bin holds), ``labels_left_out`` (of truncated and dropped ones): all data sets together, of the
+        ``train_share`` of their documents; ``data_sets``: each, with its ``weight`` and ``batches_per_epoch``; ``histogram``;
+        ``batch``: of the plan; ``bins``: what was asked; ``outcomes``: by way of making batches; ``lower_bound_over_ideal`` and ``step_above_bound``, the share of
         this plan's steps above it; ``gain``: of this plan over each other way, in tokens
         a second; ``worth_it``; ``limited_by``; ``assumed``: flags that were not given.
         """
@@ -175,6 +175,7 @@ class Report:
         totals = [one.totals for one in self.data_sets]
         return {
             "documents": sum(one.documents for one in totals),
+            "train_share": request.part[1],
             "tokens": sum(one.tokens for one in totals),
             "labels": sum(one.labels for one in totals),
             "longest_document": max(one.longest_tokens for one in totals),

@@ -13,9 +13,10 @@ from megatron_balance.costs.devices import Device, device_chosen
 from megatron_balance.errors import BalanceError
 from megatron_balance.packing.cost import VARIABLE, BinCost, SequenceCost
 from megatron_balance.packing.grid import Grid
-from megatron_balance.packing.length_files import ENDINGS, number_in
+from megatron_balance.packing.length_files import ENDINGS, is_named_so, number_in
 from megatron_balance.packing.pieces import PieceRule
 from megatron_balance.packing.sizes import alignment_of, check_seq_length, grid_of
+from megatron_balance.packing.splits import ALL, MEGATRONS_SPLIT, Part, train_part
 from megatron_balance.planning.flags import ANALYTIC, FLAG, PROFILE
 from megatron_balance.planning.job import Job, read_job
 from megatron_balance.reading import MOST_WHOLE
@@ -36,6 +37,7 @@ class Request:
 
     Attributes:
         data: words as ``--data-path`` takes them: prefixes or files of lengths, with weights before them or without.
+        part: of each data set's documents, those of training.
         rule: how documents become pieces.
         grid: the bins of a global batch and where they are run.
         bin_cost: what a bin costs.
@@ -49,6 +51,7 @@ class Request:
     """
 
     data: tuple[str, ...]
+    part: Part
     rule: PieceRule
     grid: Grid
     bin_cost: BinCost
@@ -81,6 +84,7 @@ def read_request(options: argparse.Namespace, argv: Sequence[str]) -> Request:
         )
     seq_length = _seq_length(arguments)
     assumed: list[str] = []
+    part = _part(options, data, assumed)
     world_size = _world_size(options, line, assumed)
     num_microbatches = _num_microbatches(options, arguments, world_size, assumed)
     if has_model:
@@ -97,11 +101,10 @@ def read_request(options: argparse.Namespace, argv: Sequence[str]) -> Request:
         sequence, source = _model_cost(options.balanced_pipeline_costs, job, device)
     else:
         sequence, source = _ratio_cost(options, assumed)
-    if options.lengths is None and "--split" in line.ignored:
-        assumed.append("--split 1,0,0 (all documents)")
     shapes = VARIABLE if options.varlen_packing_shapes == "auto" else options.varlen_packing_shapes
     return Request(
         data=data,
+        part=part,
         rule=rule,
         grid=grid,
         bin_cost=BinCost(sequence, seq_length, shapes),
@@ -111,7 +114,7 @@ def read_request(options: argparse.Namespace, argv: Sequence[str]) -> Request:
         batches=options.batches,
         cache_folder=options.data_cache_path,
         assumed=tuple(assumed),
-        ignored=line.ignored,
+        ignored=(*line.ignored, *(["--split"] if options.split and options.train_data_path else [])),
     )
 
 
@@ -153,7 +156,12 @@ def _is_launched(argv: Sequence[str]) -> bool:
 
 
 def _data(options: argparse.Namespace, prefixes: list[str]) -> tuple[str, ...]:
-    given = {"PREFIX": prefixes, "--data-path": options.data_path, "--lengths": options.lengths}
+    given = {
+        "PREFIX": prefixes,
+        "--data-path": options.data_path,
+        "--train-data-path": options.train_data_path,
+        "--lengths": options.lengths,
+    }
     given = {name: words for name, words in given.items() if words}
     if not given:
         raise BalanceError(
@@ -168,6 +176,18 @@ def _data(options: argparse.Namespace, prefixes: list[str]) -> tuple[str, ...]:
             if not word.endswith(ENDINGS) and number_in(word) is None:
                 raise BalanceError(f"--lengths {word}: its name must end in .json, .csv or .npy")
     return tuple(words)
+
+
+def _part(options: argparse.Namespace, data: Sequence[str], assumed: list[str]) -> Part:
+    """The documents that training would take: Megatron's own part of its data sets where the command line names none."""
+    if options.train_data_path:
+        return ALL
+    if options.split is not None:
+        return train_part(options.split)
+    if all(is_named_so(word) for word in data if number_in(word) is None):
+        return ALL
+    assumed.append(f"--split {MEGATRONS_SPLIT} (Megatron's own)")
+    return train_part(MEGATRONS_SPLIT)
 
 
 def _read(words: Sequence[str]) -> CommandLine:

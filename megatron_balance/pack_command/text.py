@@ -8,6 +8,7 @@ from megatron_balance.figures import percent, signed_percent
 from megatron_balance.pack_command.report import CHOPPED, OURS, UNDIVIDED, Bar, Outcome, Report
 from megatron_balance.packing.cost import FIXED
 from megatron_balance.packing.pieces import DROP, SPLIT, TRUNCATE
+from megatron_balance.packing.splits import ALL
 from megatron_balance.pipeline.show import aligned, labelled
 
 _BAR_WIDTH = 24
@@ -47,6 +48,8 @@ def _facts(report: Report) -> Iterator[tuple[str, str]]:
     yield "costs", _costs(report)
     if request.assumed:
         yield "assumed", "; ".join(request.assumed)
+    if request.part != ALL:
+        yield "split", f"the first {percent(request.part[1])} of each data set's documents, those of training"
     yield from _documents(report)
     fill = f"{percent(report.fill, 2)} of the bins' tokens in the mean of {report.batches_cut:,} steps"
     yield "fill", f"{fill}, {percent(report.least_fill, 2)} in the emptiest"

@@ -16,6 +16,7 @@ from megatron_balance.packing.digest import digest
 from megatron_balance.packing.length_files import LONGEST, WHOLE, number_in
 from megatron_balance.packing.megatron_index import REBUILD, MegatronIndex
 from megatron_balance.packing.pieces import DROP, PieceRule
+from megatron_balance.packing.splits import ALL, Part, bounds
 
 _LEAST_SHARE = 1e-12  # of a blend
 _CHUNK = 1 << 20  # documents
@@ -151,16 +152,17 @@ class Blend:
         return cls(tuple(data_sets), tuple(float(weight / total) for weight in weights))
 
 
-def read_blend(words: Sequence[str]) -> Blend:
+def read_blend(words: Sequence[str], part: Part = ALL) -> Blend:
     """The blend that Megatron's ``--data-path`` names: ``weight prefix weight prefix ...``, or prefixes alone.
 
-    Prefixes alone weigh as much as they have tokens. Files of lengths may stand for prefixes.
+    Prefixes alone weigh as much as they have tokens. Files of lengths may stand for prefixes. Of each data set only the
+    documents of a part are taken.
 
     Raises:
         BalanceError: weights and prefixes do not alternate, or as `read_documents` and `Blend.of`.
     """
     names, weights = parse_data_path(words)
-    return Blend.of([read_documents(name) for name in names], weights)
+    return Blend.of([read_documents(name, part) for name in names], weights)
 
 
 def parse_data_path(words: Sequence[str]) -> tuple[list[str], list[float] | None]:
@@ -178,34 +180,34 @@ def parse_data_path(words: Sequence[str]) -> tuple[list[str], list[float] | None
     return words, None
 
 
-def read_documents(name: str | os.PathLike[str]) -> Documents:
-    """The documents of a Megatron data set, or of a file of lengths that ends in .json, .csv or .npy.
+def read_documents(name: str | os.PathLike[str], part: Part = ALL) -> Documents:
+    """The documents of a part of a Megatron data set, or of a file of lengths that ends in .json, .csv or .npy.
 
     Raises:
         BalanceError: as `read_indexed` and `read_lengths`.
     """
     name = os.fspath(name)
-    is_lengths = name.endswith(length_files.ENDINGS) and not os.path.exists(f"{name}.idx")
-    return read_lengths(name) if is_lengths else read_indexed(name)
+    return read_lengths(name, part) if length_files.is_named_so(name) else read_indexed(name, part)
 
 
-def read_indexed(prefix: str | os.PathLike[str]) -> Documents:
+def read_indexed(prefix: str | os.PathLike[str], part: Part = ALL) -> Documents:
     """The documents of the Megatron data set ``PREFIX.idx`` and ``PREFIX.bin``. Only the lengths are read.
 
     Args:
         prefix: as for ``--data-path``; an ending .idx or .bin is left out.
+        part: of the documents.
 
     Raises:
         BalanceError: a file is missing or cannot be read, is not such an index, is cut short, or does not fit the other.
     """
     index = MegatronIndex.open(os.fspath(prefix))
-    documents = Documents.of(index.prefix, index.lengths)
+    documents = _of_part(index.prefix, index.lengths, part)
     index.check_bin()
     return documents
 
 
-def read_lengths(path: str | os.PathLike[str]) -> Documents:
-    """The documents whose lengths a file lists.
+def read_lengths(path: str | os.PathLike[str], part: Part = ALL) -> Documents:
+    """The documents of a part of those whose lengths a file lists.
 
     Args:
         path: a .json (a list, or an object with one list), a .csv (one column, or one named length, lengths, tokens or
@@ -215,7 +217,16 @@ def read_lengths(path: str | os.PathLike[str]) -> Documents:
         BalanceError: the file cannot be read, or something in it is not a length; the message says where.
     """
     name = os.fspath(path)
-    return Documents.of(name, length_files.read(name))
+    return _of_part(name, length_files.read(name), part)
+
+
+def _of_part(name: str, lengths: np.ndarray, part: Part) -> Documents:
+    first, stop = bounds(lengths.size, part)
+    if lengths.size and first == stop:
+        raise BalanceError(
+            f"{name} holds {lengths.size} documents, of which this part of --split gets none: give it more, or add documents"
+        )
+    return Documents.of(name, lengths[first:stop])
 
 
 def default_cache_folder(documents: Documents) -> Path:

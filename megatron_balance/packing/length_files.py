@@ -36,6 +36,11 @@ def read(name: str) -> np.ndarray:
     return reader(name)
 
 
+def is_named_so(name: str) -> bool:
+    """Whether a name is one of a file of lengths, and not of a Megatron data set."""
+    return name.endswith(ENDINGS) and not os.path.exists(f"{name}.idx")
+
+
 def number_in(word: str) -> float | None:
     """The number that a word is, if it is one."""
     try:

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 
 _STDOUT = ""
 _DEVICE = "generic"
+_MOST_MICROBATCHES = 2**20  # of a step, each of whose passes is simulated
 _MOST_LAYERS = 1000  # comparing all first and last counts takes seconds beyond
 
 
@@ -165,6 +166,11 @@ def _check_topology(job: Job) -> None:
 
     if job.model.num_layers > _MOST_LAYERS:
         raise BalanceError(f"the model has {job.model.num_layers} layers: at most {_MOST_LAYERS} are planned")
+    if job.topology.num_microbatches > _MOST_MICROBATCHES:
+        raise BalanceError(
+            f"a step has {job.topology.num_microbatches} micro-batches: at most {_MOST_MICROBATCHES} are planned; give"
+            " --num-microbatches M, whose shares of the step hardly change beyond"
+        )
     check_schedule(job.topology)
     check_stages(job.model.num_layers, job.topology.num_stages)
 

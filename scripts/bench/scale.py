@@ -248,7 +248,17 @@ def _data(documents: int, batches: int, place: Path, chosen: Sequence[str]) -> d
             f"--seq-length {CAPACITY} --global-batch-size {LARGEST.data_size * MICROBATCHES} --data-parallel-size"
             f" {LARGEST.data_size} --tensor-model-parallel-size {TENSOR} --pipeline-model-parallel-size {PIPELINE}"
         )
-        words = ["pack", str(prefix), *job.split(), "--data-cache-path", str(cache), "--batches", "2"]
+        words = [
+            "pack",
+            str(prefix),
+            "--split",
+            "1,0,0",
+            *job.split(),
+            "--data-cache-path",
+            str(cache),
+            "--batches",
+            "2",
+        ]
         found[PACK] = {"documents": documents, **_child("command", *words)}
     for file in (*place.glob("data.*"), *cache.iterdir()):
         file.unlink()

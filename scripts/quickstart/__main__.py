@@ -29,13 +29,13 @@ from quickstart.report import (
     Summary,
     counted,
     layers_text,
-    order_of_rounds,
     summarize,
     table,
     typical_step,
 )
 from quickstart.session import console, stage
 from quickstart.sizes import CORPUS_BYTES, packed_case, packed_tokens, split_size
+from quickstart.turns import order_of_turns
 
 _QUICK_PAIRS, _QUICK_PACKED_PAIRS = 3, 5
 
@@ -108,7 +108,7 @@ def _corpus(size: Size, out: Path) -> Corpus:
 
 
 def _rounds(job: Job) -> list[Round]:
-    order = order_of_rounds(job.size.steps)
+    order = order_of_turns(BALANCED, UNIFORM, job.size.steps)
     with stage("uniform and balanced in turns, a step each") as progress:
         job.compare(order, progress, lambda: _say_prediction(load_plan(job.plan)))
     runs = {split: read_run(job.observations(split)) for split in (UNIFORM, BALANCED)}
@@ -125,7 +125,7 @@ def _packed_round(out: Path, device: str, quick: bool) -> jobs.Launcher:
     launcher.out.mkdir()
     with stage("chopped and packed documents in turns, a step each") as progress:
         data = jobs.blend(case, packed_tokens(case), out, progress)
-        launcher.compare(data, comparison.order_of_turns(case.steps), progress)
+        launcher.compare(data, order_of_turns(jobs.STOCK, jobs.PACKED, case.steps), progress)
     return launcher
 
 

@@ -73,21 +73,13 @@ class Summary:
         return asdict(self)
 
 
-def order_of_rounds(pairs: int) -> list[str]:
-    """Balanced, uniform, uniform, balanced, ...: a machine that gets slower or faster steadily favours neither."""
-    order = []
-    for pair in range(pairs):
-        order += [BALANCED, UNIFORM] if pair % 2 == 0 else [UNIFORM, BALANCED]
-    return order
-
-
 def counted(rounds: list[Round], warmup: int) -> list[Round]:
     """Those of ``rounds`` whose times count: not the first ``warmup`` pairs, nor the last one."""
     return rounds[2 * warmup : -2]
 
 
 def summarize(rounds: list[Round], warmup: int, plan: Plan, device: str) -> Summary:
-    """Compare ``rounds``, which come in pairs as `order_of_rounds` orders them; the losses of all, the times of those `counted`."""
+    """Compare ``rounds``, which come in pairs as `order_of_turns` orders them; the losses of all, the times of those `counted`."""
     predicted_speedup = plan.uniform_step_s / plan.step_s
     every_pair, pairs = _pairs(rounds), _pairs(counted(rounds, warmup))
     uniform, balanced = ([pair[side] for pair in pairs] for side in (0, 1))

@@ -19,6 +19,11 @@ _TRAINING = "megatron.training.training"
 _PURPOSE = "taking turns"
 
 
+def order_of_turns(first: str, second: str, pairs: int) -> list[str]:
+    """First, second, second, first, ...: a machine that gets slower or faster steadily favours neither."""
+    return [job for pair in range(pairs) for job in ((first, second), (second, first))[pair % 2]]
+
+
 @dataclass
 class Turns:
     """One process's view of whose turn it is.

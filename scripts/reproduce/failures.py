@@ -8,11 +8,11 @@ from pathlib import Path
 
 from quickstart.corpus import build_corpus, read_documents, standard_library
 from quickstart.launch import Job, Size
-from quickstart.packed.comparison import order_of_turns
 from quickstart.packed.jobs import PACKED, STOCK, Launcher, blend
-from quickstart.report import BALANCED, UNIFORM, order_of_rounds
+from quickstart.report import BALANCED, UNIFORM
 from quickstart.session import Progress
 from quickstart.sizes import CORPUS_BYTES, packed_case, packed_tokens, split_size
+from quickstart.turns import order_of_turns
 
 from megatron_balance.diagnosis.result import SEQUENCE_LENGTHS, STAGE_SPLIT
 
@@ -74,7 +74,8 @@ def _train_split(run: Run, progress: Progress) -> tuple[Path, ...]:
     size = replace(_size(run.device), pairs=run.pairs)
     job = Job(size, run.device, run.data, run.folder, from_scratch=True)
     job.logs.mkdir(parents=True)
-    job.compare(order_of_rounds(size.steps) if run.mends else [UNIFORM] * size.steps, progress)
+    order = order_of_turns(BALANCED, UNIFORM, size.steps) if run.mends else [UNIFORM] * size.steps
+    job.compare(order, progress)
     return tuple(job.trace(split) for split in (UNIFORM, BALANCED)[: 1 + run.mends])
 
 
@@ -87,7 +88,8 @@ def _train_lengths(run: Run, progress: Progress) -> tuple[Path, ...]:
     case = packed_case(run.device).with_pairs(run.pairs)
     launcher = Launcher(case, run.folder, device=run.device, records=True)
     launcher.out.mkdir()
-    launcher.compare(run.data, order_of_turns(case.steps) if run.mends else [STOCK] * case.steps, progress)
+    order = order_of_turns(STOCK, PACKED, case.steps) if run.mends else [STOCK] * case.steps
+    launcher.compare(run.data, order, progress)
     return tuple(launcher.trace(side) for side in (STOCK, PACKED)[: 1 + run.mends])
 
 

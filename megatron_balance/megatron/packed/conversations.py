@@ -14,9 +14,10 @@ from megatron_balance.chat.conversations import Conversations, cache_key, open_c
 from megatron_balance.chat.encoder import Encoder
 from megatron_balance.errors import BalanceError
 from megatron_balance.megatron.agreement import decide_on_rank_0
-from megatron_balance.megatron.packed.sources import Source, bounds
+from megatron_balance.megatron.packed.sources import Source
 from megatron_balance.packing.documents import Documents, cache_folder_of
 from megatron_balance.packing.pieces import TRUNCATE, PieceRule
+from megatron_balance.packing.splits import Part, bounds
 
 _TOKENIZERS = ("SFTTokenizer", "HuggingFaceTokenizer")
 
@@ -44,7 +45,7 @@ class ConversationSource(Source):
         return notes
 
 
-def source(path: str | None, part: tuple[float, float]) -> Source:
+def source(path: str | None, part: Part) -> Source:
     """The conversations of a part of a chat file.
 
     Raises:

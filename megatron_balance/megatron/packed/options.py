@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_balance.command_line.derived import check_weight_shards
+from megatron_balance.command_line.derived import check_stages_beside_fsdp, check_weight_shards
 from megatron_balance.errors import BalanceError
 from megatron_balance.megatron.found_checkpoint import is_remote
 from megatron_balance.model import refuse_uncovered
@@ -235,6 +235,7 @@ def refuse_conflicts(args: Any) -> None:
     _check_graphs(args)
     _check_folders(args)
     check_weight_shards(vars(args))
+    check_stages_beside_fsdp(vars(args))
     if getattr(args, "full_validation", False):
         _check_full_validation(args)
     if not getattr(args, "calculate_per_token_loss", False):

@@ -7,10 +7,6 @@ from functools import cache
 from typing import Any
 
 import numpy as np
-from megatron.core.datasets.blended_megatron_dataset_config import (
-    convert_split_vector_to_split_matrix,
-    parse_and_normalize_split,
-)
 from megatron.core.datasets.gpt_dataset import MockGPTLowLevelDataset
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.utils import Split
@@ -20,6 +16,7 @@ from megatron.training.utils import get_blend_and_blend_per_split
 from megatron_balance.megatron.packed.options import trains_on_conversations
 from megatron_balance.packing.documents import Documents, read_indexed
 from megatron_balance.packing.pieces import PieceRule
+from megatron_balance.packing.splits import ALL, MEGATRONS_SPLIT, Part, bounds, parts_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,18 +61,13 @@ def sources_of(split: Split) -> tuple[tuple[Source, float | None], ...]:
             return ()
         prefixes, weights = blend
         found = list(zip(prefixes, weights or [None] * len(prefixes), strict=True))
-    part = (0.0, 1.0) if whole else _split_matrix(args)[split.value]
+    part = ALL if whole else parts_of(args.split or MEGATRONS_SPLIT)[split.value]
     if part is None:
         return ()
     return tuple((_source(prefix, part), weight) for prefix, weight in found)
 
 
-def _split_matrix(args: Any) -> list[tuple[float, float] | None]:
-    vector = parse_and_normalize_split(args.split or "969, 30, 1")
-    return convert_split_vector_to_split_matrix(vector)
-
-
-def _source(prefix: str | None, part: tuple[float, float]) -> Source:
+def _source(prefix: str | None, part: Part) -> Source:
     if trains_on_conversations(get_args()):
         from megatron_balance.megatron.packed.conversations import source
 
@@ -83,12 +75,6 @@ def _source(prefix: str | None, part: tuple[float, float]) -> Source:
     data, name = _low_level(prefix), prefix or "mock data"
     first, stop = bounds(len(data.sequence_lengths), part)
     return Source(Documents.of(name, np.asarray(data.sequence_lengths)[first:stop]), data, first)
-
-
-def bounds(documents: int, part: tuple[float, float]) -> tuple[int, int]:
-    """First document of a part and the one behind its last, rounded as Megatron's builder does."""
-    first, stop = (round(share * float(documents)) for share in part)
-    return first, stop
 
 
 @cache

@@ -12,6 +12,7 @@ from megatron_balance.megatron.measuring.launch import measure
 from quickstart.packed.figures import Gain, Median, Predictor, read_side
 from quickstart.packed.jobs import PACKED, STOCK, Launcher
 from quickstart.proof import Proof
+from quickstart.turns import order_of_turns
 
 ROWS = (
     "model, vocabulary",
@@ -38,14 +39,9 @@ def compare(launcher: Launcher, data: Path, progress: Callable[[str], None], sto
     case = launcher.case
     progress("measuring costs")
     table = measure(launcher.script, case.flags(PACKED), launcher.device, case.data)
-    launcher.compare(data, order_of_turns(case.steps, stock), progress)
+    launcher.compare(data, order_of_turns(stock, PACKED, case.steps), progress)
     sides = (read_side(launcher.seen / side, case, Predictor.of(case, table, side)) for side in (stock, PACKED))
     return Gain(case, *sides)
-
-
-def order_of_turns(steps: int, stock: str = STOCK) -> list[str]:
-    """Stock, packed, packed, stock, ...: a machine that gets slower or faster steadily favours neither."""
-    return [side for pair in range(steps) for side in ((stock, PACKED), (PACKED, stock))[pair % 2]]
 
 
 def column(gain: Gain) -> tuple[str, ...]:
