@@ -22,7 +22,6 @@ from megatron_balance.megatron.packed import hooks  # noqa: E402
 from megatron_balance.megatron.packed.options import PackingOptions  # noqa: E402
 
 
-
 def add_development(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     with contextlib.suppress(argparse.ArgumentError):  # this Megatron has them
         parser.add_argument("--dynamic-context-parallel", action="store_true")

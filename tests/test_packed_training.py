@@ -18,7 +18,6 @@ import torch
 from launch import DRIVER as OBSERVED
 from launch import TINY, Run, launch, trained
 from megatron.core.models.gpt import GPTModel
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from written_documents import EOD, write_documents
 
 from megatron_balance.megatron.found_checkpoint import ahead_of
@@ -159,30 +158,41 @@ def test_what_is_logged_of_packing_goes_to_the_writer(packed, watched):
     steps, fills, real, over = printed
     assert steps == [*range(1, 21)]
     scalars = scalars_of(watched)
-    for name, column, apart in (("fill", fills, 5e-3), ("real tokens", real, 0), ("predicted step over ideal", over, 5e-5)):
+    for name, column, apart in (
+        ("fill", fills, 5e-3),
+        ("real tokens", real, 0),
+        ("predicted step over ideal", over, 5e-5),
+    ):
         written = scalars[f"packing/{name}"]
         assert [*written] == steps
         values = np.array([*written.values()]) * (100 if name == "fill" else 1)
         assert np.abs(values - column).max() <= apart + 1e-6 * max(column)
-    learned = [sum(len(labels) for _, labels in pieces.elements()) for _, pieces in sorted(fed(packed(FIXED).folder).items())]
+    learned = [
+        sum(len(labels) for _, labels in pieces.elements()) for _, pieces in sorted(fed(packed(FIXED).folder).items())
+    ]
     assert real == learned  # as another run was fed
     assert [fill / 100 for fill in fills] == pytest.approx([tokens / (8 * 32) for tokens in real], abs=1e-4)
     assert min(over) >= 1 and len({*over}) > 1
 
 
 def test_what_the_recorder_finds_goes_to_the_writer(watched):
-    found = re.findall(r"^megatron-balance: iteration (\d+): last stage ([\d.]+)x the mean", watched.output, re.MULTILINE)
+    found = re.findall(
+        r"^megatron-balance: iteration (\d+): last stage ([\d.]+)x the mean", watched.output, re.MULTILINE
+    )
     scalars = scalars_of(watched)
     last = scalars["straggler/last stage over mean"]
     assert [*last] == [int(step) for step, _ in found] and len(found) >= 3
     assert [*last.values()] == pytest.approx([float(value) for _, value in found], abs=0.006)
-    for name in ("head in layers", "saving by another split", "slowest data-parallel rank over mean"):
-        assert {*scalars[f"straggler/{name}"]} <= {*last}
+    names = {name.removeprefix("straggler/") for name in scalars if name.startswith("straggler/")}
+    assert names >= {"saving by another split", "slowest data-parallel rank over mean", "garbage collection seconds a step"}
+    assert all({*scalars[f"straggler/{name}"]} <= {*last} for name in names)
     assert min(scalars["straggler/slowest data-parallel rank over mean"].values()) >= 1
 
 
 def scalars_of(run: Run) -> dict[str, dict[int, float]]:
     """What Megatron's writer of TensorBoard was given, by name and step."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
     events = EventAccumulator(str(run.folder / "board")).Reload()
     return {tag: {event.step: event.value for event in events.Scalars(tag)} for tag in events.Tags()["scalars"]}
 

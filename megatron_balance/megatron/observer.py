@@ -39,7 +39,13 @@ class Observer:
         return (
             Hook(_SCHEDULES, "forward_step", _FLAG, "times forwards", self._around_forward),
             Hook(_SCHEDULES, "backward_step", _FLAG, "times backwards", self._around_backward),
-            Hook("megatron.training.training", "train_step", _FLAG, "times steps, keeps losses and norms", self._around_step),
+            Hook(
+                "megatron.training.training",
+                "train_step",
+                _FLAG,
+                "times steps, keeps losses and norms",
+                self._around_step,
+            ),
         )
 
     def _around_forward(self, forward_step: Any) -> Any:
