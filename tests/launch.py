@@ -52,6 +52,13 @@ class Run:
                 return losses
         raise AssertionError(f"no rank saw a loss:\n{self.output[-3000:]}")
 
+    @property
+    def gradient_norms(self) -> list[float]:
+        """Norm of the whole model's gradient in each step, before clipping, that `train_step` returned alike on all ranks."""
+        norms, *others = ([step["gradient_norm"] for step in rank["steps"]] for rank in self.ranks.values())
+        assert all(other == norms for other in others), [norms, *others]
+        return norms
+
 
 FORKS, TORCHRUN, ALONE = "forks", "torchrun", "alone"
 

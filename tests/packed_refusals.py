@@ -2,10 +2,13 @@
 
 In: ``lines`` and ``attention``, lists of what to ask; the second's of a command line, the compute capability of a GPU, and the
 versions of flash-attn and Transformer Engine there. Out: the answers under the same names.
+Its parser gets the flags that only Megatron's development branch has.
 """
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import json
 import sys
 from collections.abc import Callable
@@ -24,10 +27,17 @@ from megatron_balance.megatron.packed.backends import Here, Job, Package, chosen
 from megatron_balance.megatron.packed.options import PackingOptions  # noqa: E402
 
 
+def add_development(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    with contextlib.suppress(argparse.ArgumentError):  # this Megatron has them
+        parser.add_argument("--dynamic-context-parallel", action="store_true")
+        parser.add_argument("--sequence-packing-scheduler")
+    return parser
+
+
 def answer(line: str, ask: Callable[[Any], str]) -> str:
     sys.argv[1:] = line.split()
     try:
-        return ask(parse_args())
+        return ask(parse_args(add_development))
     except BalanceError as error:
         return f"refused: {error}"
     except SystemExit:

@@ -15,6 +15,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+from launch import DRIVER as OBSERVED
 from launch import TINY, Run, launch, trained
 from megatron.core.models.gpt import GPTModel
 from written_documents import EOD, write_documents
@@ -26,7 +27,7 @@ from megatron_balance.pipeline.stored import FILE_NAME
 
 pytestmark = pytest.mark.training
 
-TOLERANCE = 2e-6
+TOLERANCE, GRADIENT_TOLERANCE = 2e-6, 1e-5
 DRIVER, RUNS_TWICE = (Path(__file__).with_name(name) for name in ("packed_run.py", "rerun_run.py"))
 MODEL = "--num-layers 4 --untie-embeddings-and-output-weights"
 PACKING = "--varlen-packing --calculate-per-token-loss --split 90,10,0 --eval-iters 2 --eval-interval 20"
@@ -106,6 +107,102 @@ def test_losses_equal_those_of_one_process(packed, flags, processes):
 
 
 @TOPOLOGIES
+def test_gradients_equal_those_of_one_process(packed, flags, processes):
+    norms, reference = packed(flags, processes).gradient_norms, packed(FIXED).gradient_norms
+    assert len(norms) == len(reference) == 20
+    assert norms == pytest.approx(reference, rel=GRADIENT_TOLERANCE)
+
+
+DESCENT = "--optimizer sgd --lr 0.03 --clip-grad 0"
+WATCHED = (
+    f"{DESCENT} --pipeline-model-parallel-size 2 --varlen-packing-micro-batches +3 --tensorboard-dir board"
+    " --straggler-trace trace --straggler-trace-interval 5"
+)
+
+
+@pytest.fixture(scope="session")
+def watched(packed) -> Run:
+    """DP2-PP2 with three more micro-batches, by plain descent; recorded, and with Megatron's writer."""
+    return packed(WATCHED, 4, OBSERVED)
+
+
+def test_each_step_goes_as_far_as_that_of_one_process(packed, watched):
+    """Adam divides a factor of the gradient out, and clipping may: here it would be one of the learning rate."""
+    reference = packed(f"{DESCENT} {FIXED}").losses
+    assert len(watched.losses) == 20 and watched.losses == pytest.approx(reference, rel=TOLERANCE)
+    assert min(reference) < 0.97 * reference[0]  # it goes somewhere
+
+
+def test_rank_0_says_at_the_start_what_packing_does(documents, watched):
+    trained_on = documents[1][:360]
+    said = dict.fromkeys(re.findall("^megatron-balance: (.*)", watched.output, re.MULTILINE))
+    (bins,) = (line for line in said if line.startswith("packing"))
+    labels = sum(text.size - 1 for text in trained_on)
+    assert bins.startswith(f"packing 360 documents of {labels:,} labels into bins of 32 tokens, ")
+    longer, without = (sum(map(case, trained_on)) for case in (lambda text: text.size > 33, lambda text: text.size < 2))
+    assert f"variable shape; {longer} documents are longer than a bin (split), {without} have no label" in bins
+    (steps,) = (line for line in said if line.startswith("simulated step of the first 3 global batches: "))
+    ours, stock = map(float, re.findall(r"([\d.]+) of ideal", steps))
+    assert 1 <= ours < stock
+    (more,) = (line for line in said if line.startswith("with 4 + 3 micro-batches the simulated step is "))
+    assert 0.5 < float(re.search(r"is ([\d.]+) times faster than with 4$", more)[1]) < 3
+    for line in (bins, steps, more):
+        assert watched.output.count(line) == 1
+
+
+def test_what_is_logged_of_packing_goes_to_the_writer(packed, watched):
+    lines = re.findall(
+        r"packing of iteration +(\d+) \| fill: ([\d.]+)% \| real tokens: +(\d+) \| predicted step over ideal: ([\d.]+) \|",
+        watched.output,
+    )
+    printed = [[float(column) for column in columns] for columns in zip(*lines, strict=True)]
+    steps, fills, real, over = printed
+    assert steps == [*range(1, 21)]
+    scalars = scalars_of(watched)
+    for name, column, apart in (
+        ("fill", fills, 5e-3),
+        ("real tokens", real, 0),
+        ("predicted step over ideal", over, 5e-5),
+    ):
+        written = scalars[f"packing/{name}"]
+        assert [*written] == steps
+        values = np.array([*written.values()]) * (100 if name == "fill" else 1)
+        assert np.abs(values - column).max() <= apart + 1e-6 * max(column)
+    learned = [
+        sum(len(labels) for _, labels in pieces.elements()) for _, pieces in sorted(fed(packed(FIXED).folder).items())
+    ]
+    assert real == learned  # as another run was fed
+    assert [fill / 100 for fill in fills] == pytest.approx([tokens / (8 * 32) for tokens in real], abs=1e-4)
+    assert min(over) >= 1 and len({*over}) > 1
+
+
+def test_what_the_recorder_finds_goes_to_the_writer(watched):
+    found = re.findall(
+        r"^megatron-balance: iteration (\d+): last stage ([\d.]+)x the mean", watched.output, re.MULTILINE
+    )
+    scalars = scalars_of(watched)
+    last = scalars["straggler/last stage over mean"]
+    assert [*last] == [int(step) for step, _ in found] and len(found) >= 3
+    assert [*last.values()] == pytest.approx([float(value) for _, value in found], abs=0.006)
+    names = {name.removeprefix("straggler/") for name in scalars if name.startswith("straggler/")}
+    assert names >= {
+        "saving by another split",
+        "slowest data-parallel rank over mean",
+        "garbage collection seconds a step",
+    }
+    assert all({*scalars[f"straggler/{name}"]} <= {*last} for name in names)
+    assert min(scalars["straggler/slowest data-parallel rank over mean"].values()) >= 1
+
+
+def scalars_of(run: Run) -> dict[str, dict[int, float]]:
+    """What Megatron's writer of TensorBoard was given, by name and step."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(run.folder / "board")).Reload()
+    return {tag: {event.step: event.value for event in events.Scalars(tag)} for tag in events.Tags()["scalars"]}
+
+
+@TOPOLOGIES
 def test_evaluation_does_not_depend_on_the_topology(packed, flags, processes):
     values, reference = evaluated(packed(flags, processes)), evaluated(packed(FIXED))
     assert len(values) == len(reference) > 0
@@ -151,10 +248,11 @@ def shared(checkpoint, tmp_path_factory) -> Callable[..., Run]:
         "CP2", "CP2-PP2-two-bins", "TP2-SP", "distributed-optimizer", "recompute", "EP2", "MTP-CP2", "MTP-alone-PP4",
     ],
 )  # fmt: skip
-def test_losses_equal_those_of_one_process_on_all_kinds_of_ranks(shared, model, flags, processes):
+def test_losses_and_gradients_equal_those_of_one_process_on_all_kinds_of_ranks(shared, model, flags, processes):
     run, reference = shared(model, flags, processes), shared(model)
     assert len(run.losses) == len(reference.losses) == 10
     assert run.losses == pytest.approx(reference.losses, rel=TOLERANCE)
+    assert run.gradient_norms == pytest.approx(reference.gradient_norms, rel=GRADIENT_TOLERANCE)
     assert len(evaluated(reference)) > 0
     assert evaluated(run) == pytest.approx(evaluated(reference), rel=3e-6)  # seven digits are printed
 
@@ -190,12 +288,13 @@ def test_a_micro_batch_of_padding_alone_has_no_load():
     [("", 1), ("--tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2", 4)],
     ids=["one", "TP2-SP-PP2"],
 )
-def test_padding_does_not_train_a_router(shared, flags, processes):
+def test_a_router_is_trained_alike_with_padding_and_on_any_number_of_ranks(shared, flags, processes):
     """One bin a step, so that the same documents share it with padding or without: the load is one of a micro-batch."""
-    alone = f"--global-batch-size 1 {flags}"
-    padded, unpadded = shared(LOADED, f"{alone} {FIXED}", processes), shared(LOADED, alone, processes)
+    alone = "--global-batch-size 1"
+    padded, unpadded = shared(LOADED, f"{alone} {flags} {FIXED}", processes), shared(LOADED, alone)
     assert padded.losses == pytest.approx(unpadded.losses, rel=TOLERANCE)
     loads = [re.findall(r"load_balancing_loss: (\S+)", run.output) for run in (padded, unpadded)]
+    assert padded.gradient_norms == pytest.approx(unpadded.gradient_norms, rel=GRADIENT_TOLERANCE)
     assert len(loads[0]) == 10 and [*map(float, loads[0])] == pytest.approx([*map(float, loads[1])], rel=1e-5)
 
 
@@ -258,6 +357,7 @@ def test_no_shape_is_sent_also_when_evaluation_comes_between_and_an_epoch_ends(p
     again, fixed = packed(flags, 2), packed(f"{flags} {FIXED}", 2)
     assert len(again.losses) == 30
     assert again.losses == pytest.approx(fixed.losses, rel=TOLERANCE)
+    assert again.gradient_norms == pytest.approx(fixed.gradient_norms, rel=GRADIENT_TOLERANCE)
     assert evaluated(again) == pytest.approx(evaluated(fixed), rel=3e-6) and len(evaluated(again)) > 3
     learned = sum(len(labels) for pieces in fed(again.folder).values() for _, labels in pieces.elements())
     assert learned > sum(text.size - 1 for text in documents[1][:360])  # of an epoch
@@ -275,6 +375,7 @@ def test_samples_that_end_inside_a_step_are_the_same_in_both_shapes(packed):
     variable, fixed = packed(f"{flags} --varlen-packing-micro-batches +2", 2), packed(f"{flags} {FIXED}", 2)
     assert len(variable.losses) == 100 // 8
     assert variable.losses == pytest.approx(fixed.losses, rel=TOLERANCE)
+    assert variable.gradient_norms == pytest.approx(fixed.gradient_norms, rel=GRADIENT_TOLERANCE)
 
 
 @pytest.mark.parametrize(
@@ -288,7 +389,7 @@ def test_samples_that_end_inside_a_step_are_the_same_in_both_shapes(packed):
 )
 def test_a_step_that_is_run_again_is_fed_the_same_rows_and_learns_once(packed, flags, processes):
     twice, once = packed(flags, processes, RUNS_TWICE), packed(flags, processes)
-    assert twice.losses == once.losses
+    assert twice.losses == once.losses and twice.gradient_norms == once.gradient_norms
     assert evaluated(twice) == evaluated(once)
     rows, rows_once = fed_rows(twice), fed_rows(once)
     assert rows.keys() == rows_once.keys()

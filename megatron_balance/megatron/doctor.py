@@ -64,15 +64,17 @@ def _hooks() -> tuple[Hook, ...]:
     from megatron_balance import cpu
     from megatron_balance.megatron import balanced_pipeline, entry_points, stored_layout
     from megatron_balance.megatron.measuring.measurement import Measurement
-    from megatron_balance.megatron.packed import attention, context, hooks, log, options, prediction, shapes
+    from megatron_balance.megatron.packed import attention, context, experts, hooks, log, options, prediction, shapes
     from megatron_balance.megatron.recorder.hooks import needed
 
     ours = (*entry_points.HOOKS, balanced_pipeline.PRINT_ARGS, stored_layout.SAVE)
     packing = (hooks.ROWS, attention.attention_hook(options.TORCH), context.LOCAL_ATTENTION, log.LOG, log.COUNT)
     predicting = (prediction.ROLL, *([prediction.WEIGHTS] if prediction.rescales() else []))
+    routing = [experts.TOKENS] if experts.multiplies_counts() else []
     return (
         *ours,
         *packing,
+        *routing,
         shapes.NO_MESSAGES,
         *predicting,
         *needed(None),

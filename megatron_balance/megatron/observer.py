@@ -1,4 +1,4 @@
-"""Observe a run: when each micro-batch ran forward and backward on each rank, and the loss that each step returned.
+"""Observe a run: when each micro-batch ran forward and backward on each rank, loss and norm of the gradient of each step.
 
 For our own measurements and tests; it changes nothing of the training.
 """
@@ -39,7 +39,13 @@ class Observer:
         return (
             Hook(_SCHEDULES, "forward_step", _FLAG, "times forwards", self._around_forward),
             Hook(_SCHEDULES, "backward_step", _FLAG, "times backwards", self._around_backward),
-            Hook("megatron.training.training", "train_step", _FLAG, "times steps, keeps losses", self._around_step),
+            Hook(
+                "megatron.training.training",
+                "train_step",
+                _FLAG,
+                "times steps, keeps losses and norms",
+                self._around_step,
+            ),
         )
 
     def _around_forward(self, forward_step: Any) -> Any:
@@ -83,12 +89,14 @@ class Observer:
             def seconds(event: Any) -> float:
                 return start_s + start.elapsed_time(event) / 1000
 
-            loss = (result[0] or {}).get("lm loss")
+            losses, *_, gradient_norm = result[:6]
+            loss = (losses or {}).get("lm loss")
             self.steps.append(
                 {
                     "start_s": start_s,
                     "end_s": end_s,
                     "loss": None if loss is None else float(loss),
+                    "gradient_norm": None if gradient_norm is None else float(gradient_norm),
                     "operations": [
                         [kind, chunk, microbatch, seconds(begin), seconds(end)]
                         for kind, chunk, microbatch, begin, end in self._pending

@@ -1,3 +1,4 @@
+# shellcheck shell=bash
 # Shell functions shared by the scripts of this folder: find a Python, make a virtual environment, install the project.
 # Source it from bash; it runs nothing by itself.
 
@@ -81,12 +82,12 @@ install_project() {
 run_module() {
     local root=$1 caller=$PWD
     shift
-    cd "$root"
+    cd "$root" || return
     # megatron-core carries megatron.training, which these need, only for Python 3.12 and newer.
     ensure_venv .venv 3.12
     install_project .venv quickstart,trace
     export PYTHONPATH="$root/scripts${PYTHONPATH:+:$PYTHONPATH}"
-    cd "$caller"
+    cd "$caller" || return
     # `exec` makes Ctrl-C reach Python alone, which then stops what it has started.
     exec "$root/.venv/bin/python" -m "$@"
 }

@@ -17,6 +17,7 @@ from megatron_balance.megatron.packed.attention import attention_hook
 from megatron_balance.megatron.packed.backends import FLAG as ATTENTION
 from megatron_balance.megatron.packed.backends import Choice, Here, Job, chosen
 from megatron_balance.megatron.packed.chosen_shapes import check_more, more_of, row_multiple, shapes_of
+from megatron_balance.megatron.packed.experts import TOKENS, multiplies_counts
 from megatron_balance.megatron.packed.options import FLAG, TE, PackingOptions, refuse_conflicts, trains_on_conversations
 from megatron_balance.megatron.packed.prediction import ROLL, WEIGHTS, rescales
 from megatron_balance.megatron.packed.versions import refuse_missing
@@ -59,6 +60,8 @@ def after_globals(args: Any, options: PackingOptions) -> None:
         registry.apply(ROLL)
         if rescales():
             registry.apply(WEIGHTS)
+    if args.num_experts and multiplies_counts():
+        registry.apply(TOKENS)
     registry.apply(ROWS)
     if shapes_of(args) == VARIABLE:
         from megatron_balance.megatron.packed.shapes import NO_MESSAGES, schedules_hook

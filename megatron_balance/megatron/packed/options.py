@@ -147,6 +147,7 @@ CONFLICTS = (
     Conflict("reset_attention_mask", bool, "--reset-attention-mask", _OWN_BOUNDS),
     Conflict("dataloader_inter_document_masking", bool, "--dataloader-inter-document-masking", _OTHER_PACKER),
     Conflict("hybrid_context_parallel", bool, "--hybrid-context-parallel", _OTHER_PACKER),
+    # The next two are of Megatron's development branch.
     Conflict("dynamic_context_parallel", bool, "--dynamic-context-parallel", _OTHER_PACKER),
     Conflict("sequence_packing_scheduler", bool, "--sequence-packing-scheduler", _OTHER_PACKER),
     Conflict("fim_data", bool, "--fim-data", "it rewrites documents to other lengths: leave one of the two out"),
