@@ -164,12 +164,13 @@ class Report:
     def values(self) -> dict[str, Any]:
         """The report as JSON holds it.
 
-        Keys: ``documents``, ``tokens``, ``labels``, ``longest_document``, ``without_labels``, ``long_documents`` (with more labels
-        than a bin holds), ``labels_left_out`` (of truncated and dropped ones): all data sets together, of the
-        ``train_share`` of their documents; ``data_sets``: each, with its ``weight`` and ``batches_per_epoch``; ``histogram``;
-        ``batch``: of the plan; ``bins``: what was asked; ``outcomes``: by way of making batches; ``lower_bound_over_ideal`` and ``step_above_bound``, the share of
-        this plan's steps above it; ``gain``: of this plan over each other way, in tokens
-        a second; ``worth_it``; ``limited_by``; ``assumed``: flags that were not given.
+        Keys: ``documents``, ``tokens``, ``labels``, ``longest_document``, ``without_labels``, ``long_documents`` (with
+        more labels than a bin holds), ``labels_left_out`` (of truncated and dropped ones): all data sets together, of
+        the ``train_share`` of their documents; ``data_sets``: each, with its ``weight`` and ``batches_per_epoch``;
+        ``histogram``; ``batch``: of the plan; ``bins``: what was asked; ``outcomes``: by way of making batches;
+        ``lower_bound_over_ideal`` and ``step_above_bound``, the share of this plan's steps above it; ``gain``: of this
+        plan over each other way, in tokens a second; ``worth_it``; ``limited_by``; ``assumed``: flags that were not
+        given.
         """
         request, topology = self.request, self.request.grid.topology
         totals = [one.totals for one in self.data_sets]
