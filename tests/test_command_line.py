@@ -402,6 +402,7 @@ def test_topology():
     large = topology("--global-batch-size 128 --context-parallel-size 2", world_size=64)
     assert large == Topology(4, 16, micro_batch_size=2, tensor_size=2, context_size=2, data_size=4)
     assert topology("--rampup-batch-size 8 8 100 --global-batch-size 128", world_size=8).num_microbatches == 64
+    assert topology("--step-batch-size-schedule 0:8,1.5B:128,2B:64", world_size=8).num_microbatches == 64
     assert topology("", world_size=16).num_microbatches == 1
     assert topology("--overlap-moe-expert-parallel-comm", num_microbatches=8).overlap_moe
 
@@ -438,7 +439,9 @@ def test_groups_of_micro_batches_are_of_the_interleaved_schedule():
         ("", {"world_size": 12}, "--world-size 12 is not a multiple of 8"),
         ("", {"world_size": 0}, "--world-size 0"),
         ("--global-batch-size 30", {"world_size": 32}, r"--global-batch-size 30 is not a multiple of .* \(2 \* 4\)"),
-        ("--step-batch-size-schedule 0:8", {"world_size": 8}, "add --num-microbatches M"),
+        ("--step-batch-size-schedule 0:8", {"world_size": 48}, r"schedule with 8 is not a multiple of .* \(2 \* 6\)"),
+        ("--step-batch-size-schedule 0:8,1B", {"world_size": 8}, "no list of THRESHOLD:BATCH_SIZE entries"),
+        ("--step-batch-size-schedule 0:0", {"world_size": 8}, "no list of THRESHOLD:BATCH_SIZE entries"),
         ("--pipeline-model-parallel-size 0", {"world_size": 8}, "--pipeline-model-parallel-size 0: must be 1 or more"),
         ("--tensor-parallel-num-weight-shards 4", {"world_size": 8}, "--tensor-parallel-num-weight-shards 4"),
         ("--use-megatron-fsdp", {"world_size": 8}, "--use-megatron-fsdp with --pipeline-model-parallel-size 4: .* stops"),

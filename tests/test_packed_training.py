@@ -45,9 +45,13 @@ def arguments(prefix: Path, flags: str) -> list[str]:
     """Of a packed run: `TINY`'s, with data of its own."""
     given = flags.split()
     kept = [argument for argument in TINY if argument != "--mock-data"]
-    if "--train-samples" in given:
-        place = kept.index("--train-iters")
-        del kept[place : place + 2]
+    for other, left_out in {
+        "--train-samples": "--train-iters",
+        "--step-batch-size-schedule": "--global-batch-size",
+    }.items():
+        if other in given:
+            place = kept.index(left_out)
+            del kept[place : place + 2]
     return [*kept, *MODEL.split(), "--data-path", str(prefix), *PACKING.split(), *given]
 
 
@@ -111,6 +115,31 @@ def test_gradients_equal_those_of_one_process(packed, flags, processes):
     norms, reference = packed(flags, processes).gradient_norms, packed(FIXED).gradient_norms
     assert len(norms) == len(reference) == 20
     assert norms == pytest.approx(reference, rel=GRADIENT_TOLERANCE)
+
+
+GROWING = (
+    "--step-batch-size-schedule 0:4,640:8,1408:12 --train-samples 80 --lr-decay-samples 80 --eval-interval 6"
+    " --eval-global-batch-size 4"
+)
+
+
+@pytest.mark.parametrize(
+    ("flags", "processes"),
+    [
+        ("--varlen-packing-micro-batches +3 --balanced-pipeline --balanced-pipeline-costs analytic", 2),
+        ("--num-virtual-stages-per-pipeline-rank 2 --varlen-packing-micro-batches +4", 4),
+    ],
+    ids=["balanced-three-more", "DP2-VPP2-four-more"],
+)
+def test_a_growing_batch_is_packed_alike_on_all_topologies(packed, flags, processes):
+    """80 samples: five steps of 4, three of 8, three of 12."""
+    grown = packed(f"--pipeline-model-parallel-size 2 {GROWING} {flags}", processes)
+    reference = packed(f"{GROWING} {FIXED}")
+    assert [len(of.losses) for of in (grown, reference)] == [11, 11]
+    assert grown.losses == pytest.approx(reference.losses, rel=TOLERANCE)
+    assert grown.gradient_norms == pytest.approx(reference.gradient_norms, rel=GRADIENT_TOLERANCE)
+    if "--balanced-pipeline" in flags:
+        assert "planning for the largest global batch, 12 micro-batches (the smallest has 4)" in grown.output
 
 
 DESCENT = "--optimizer sgd --lr 0.03 --clip-grad 0"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -176,17 +177,28 @@ def check_expert_ranks(arguments: Mapping[str, Any], world_size: int) -> None:
 
 
 def _num_microbatches(arguments: Mapping[str, Any], data_size: int) -> int:
-    """Of the full batch, where it is ramped up; one where no global batch is given, as Megatron takes it."""
-    if arguments.get("step_batch_size_schedule"):
-        raise BalanceError("--step-batch-size-schedule changes the number of micro-batches: add --num-microbatches M")
+    """Of the largest batch, where it grows; one where no global batch is given, as Megatron takes it."""
     micro = _size(arguments, "micro_batch_size")
-    batch = _size(arguments, "global_batch_size", default=micro * data_size)
+    flag, batch = "--global-batch-size", _size(arguments, "global_batch_size", default=micro * data_size)
+    if schedule := arguments.get("step_batch_size_schedule"):
+        flag, batch = "--step-batch-size-schedule with", _largest_batch(schedule)
     if batch % (micro * data_size):
         raise BalanceError(
-            f"--global-batch-size {batch} is not a multiple of micro-batch size * data-parallel size ({micro} *"
-            f" {data_size}): change one of them, or give --num-microbatches M"
+            f"{flag} {batch} is not a multiple of micro-batch size * data-parallel size ({micro} * {data_size}): change one of"
+            " them, or give --num-microbatches M"
         )
     return batch // (micro * data_size)
+
+
+def _largest_batch(schedule: str) -> int:
+    """Of a schedule as Megatron takes it, THRESHOLD:SIZE entries with spaces or commas between."""
+    sizes = [entry.partition(":")[2] for entry in schedule.replace(",", " ").split()]
+    if not sizes or not all(re.fullmatch("0*[1-9][0-9]{0,17}", size, re.ASCII) for size in sizes):
+        raise BalanceError(
+            f'--step-batch-size-schedule "{schedule}" is no list of THRESHOLD:BATCH_SIZE entries, as "0:768 250B:1536": mend it, or'
+            " give --num-microbatches M"
+        )
+    return max(map(int, sizes))
 
 
 def _virtual_size(arguments: Mapping[str, Any], pipeline: int) -> int:

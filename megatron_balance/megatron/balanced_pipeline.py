@@ -21,6 +21,7 @@ from megatron_balance.megatron import stored_layout
 from megatron_balance.megatron.agreement import decide_on_rank_0
 from megatron_balance.megatron.arguments import ANALYTIC, FLAG, LAST, PROFILE, Options, topology_of
 from megatron_balance.megatron.job_costs import costs_of_job, device_of_job, say_devices
+from megatron_balance.megatron.microbatches import counts_of
 from megatron_balance.megatron.registry import Hook, registry
 from megatron_balance.megatron.split_arguments import (
     argument_of,
@@ -293,17 +294,13 @@ def _check_costs(options: Options, plan: Plan, path: str) -> None:
 
 
 def _num_microbatches(args: Any) -> int:
-    """Micro-batches of a step, of the full batch where it is ramped up."""
-    from megatron.core.num_microbatches_calculator import get_num_microbatches
-
-    now = get_num_microbatches()
-    if getattr(args, "step_batch_size_schedule", None):
-        say(f"megatron-balance: planning for the first batch of --step-batch-size-schedule, {now} micro-batches")
-        return now
-    if getattr(args, "rampup_batch_size", None):
-        now = args.global_batch_size // (args.micro_batch_size * args.data_parallel_size)
-        say(f"megatron-balance: planning for the full batch after --rampup-batch-size, {now} micro-batches")
-    return now
+    """Micro-batches of a step, of the largest global batch where it grows."""
+    counts = counts_of(args)
+    if len(counts) > 1:
+        say(
+            f"megatron-balance: planning for the largest global batch, {counts[-1]} micro-batches (the smallest has {counts[0]})"
+        )
+    return counts[-1]
 
 
 def _topology(args: Any) -> Topology:

@@ -6,6 +6,7 @@ from typing import Any
 
 from megatron_balance.errors import BalanceError
 from megatron_balance.megatron.arguments import topology_of
+from megatron_balance.megatron.microbatches import counts_of
 from megatron_balance.megatron.packed.options import AUTO, FLAG, Conflict, PackingOptions
 from megatron_balance.packing.cost import FIXED, VARIABLE
 from megatron_balance.packing.sizes import alignment_of
@@ -118,15 +119,12 @@ def check_more(args: Any) -> None:
     more = PackingOptions.from_args(args).micro_batches
     if not more:
         return
-    counted = args.global_batch_size // (args.micro_batch_size * args.data_parallel_size)
-    flag = f"{FLAG}-micro-batches +{more}"
-    if more > counted:
-        raise BalanceError(f"{flag}: a step has {counted} micro-batches, and can be given so many more at most")
-    if args.virtual_pipeline_model_parallel_size and args.rampup_batch_size:
-        raise BalanceError(
-            f"{flag} with virtual stages cannot be used with --rampup-batch-size: leave one of the two out"
-        )
-    try:
-        check_schedule(topology_of(args, counted + more))
-    except BalanceError as error:
-        raise BalanceError(f"{flag} makes {counted + more} micro-batches: {error}") from error
+    counts, flag = counts_of(args), f"{FLAG}-micro-batches +{more}"
+    if more > counts[-1]:
+        raise BalanceError(f"{flag}: a step has {counts[-1]} micro-batches, and can be given so many more at most")
+    for counted in counts:
+        wide = counted + more_of(counted, args)
+        try:
+            check_schedule(topology_of(args, wide))
+        except BalanceError as error:
+            raise BalanceError(f"{flag} makes {wide} micro-batches: {error}") from error

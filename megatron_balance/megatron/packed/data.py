@@ -17,6 +17,7 @@ from megatron.training import get_args
 from megatron_balance.errors import BalanceError
 from megatron_balance.megatron import stored_layout
 from megatron_balance.megatron.arguments import topology_of
+from megatron_balance.megatron.microbatches import most
 from megatron_balance.megatron.packed import cursors
 from megatron_balance.megatron.packed.chosen_shapes import more_of, shapes_of
 from megatron_balance.megatron.packed.greeting import greeting
@@ -85,7 +86,7 @@ def _built(split: Split, num_items: int | None, with_tokens: bool) -> Any:
         extra, totals = False, None
         if split == Split.train:
             num_items += _train_size()(num_items)  # the last step may end behind --train-samples
-            extra = more_of(args.global_batch_size, args) > 0
+            extra = more_of(most(args), args) > 0
             saves_cursor = global_rank() == 0
             totals = totals_of(planner_of(split), args.mtp_num_layers or 0, saves_cursor)
         planner, rule = planner_of(split), rule_of(args)
@@ -161,7 +162,7 @@ def attention_share(args: Any) -> float:
 def bin_cost() -> BinCost:
     """What bins cost, by rank 0, which may measure it: to be asked for the first time while a GPU is empty."""
     args = get_args()
-    grid = grid_of(args, args.global_batch_size // (args.micro_batch_size * args.data_parallel_size))
+    grid = grid_of(args, most(args))
     return BinCost(agreed_cost(args, grid), args.seq_length, shapes_of(args))
 
 
@@ -170,7 +171,7 @@ def placing() -> Placing:
     """How global batches are placed, by costs and a profile that rank 0 chooses."""
     args = get_args()
     rule, cost = rule_of(args), bin_cost()
-    grid = grid_of(args, args.global_batch_size // (args.micro_batch_size * args.data_parallel_size))
+    grid = grid_of(args, most(args))
     split, tuned = next(split for split in Split if sources_of(split)), tuning_grid(grid)
 
     def samples() -> list[np.ndarray]:
