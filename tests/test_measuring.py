@@ -59,16 +59,19 @@ def test_a_profile_is_of_one_tensor_parallel_rank(tmp_path):
     assert costs.update_s_per_parameter > 0 and costs.provenance["micro_batches"] >= 15
 
 
-@pytest.mark.parametrize("replicas", [1, 2])
-def test_packed_micro_batches_are_measured_at_several_lengths(monkeypatch, tmp_path, replicas):
+@pytest.mark.parametrize(
+    ("replicas", "more"), [(1, "--mtp-num-layers 1 --position-embedding-type rope"), (2, "")], ids=["MTP", "DP2"]
+)
+def test_packed_micro_batches_are_measured_at_several_lengths(monkeypatch, tmp_path, replicas, more):
     """In a process that asks none of the job's ranks, whose rendezvous it would disturb or not find."""
     monkeypatch.setenv("MEGATRON_BALANCE_CACHE", str(tmp_path))
     monkeypatch.setenv("MASTER_ADDR", "localhost")
     monkeypatch.setenv("MASTER_PORT", "1")  # nobody may listen there, nor anybody be reached
-    flags = f"{UNTIED} --varlen-packing --calculate-per-token-loss"
+    flags = f"{UNTIED} --varlen-packing --calculate-per-token-loss {more}"
     costs = measure(None, [*TINY, *flags.split()], "cpu", world_size=replicas)
     (dense,) = costs.layers.values()
     assert costs.kind == "measured" and [one.seq_length for one in dense.by_length] == [8, 16, 32]
+    assert (costs.mtp is not None) == bool(more)
 
 
 def test_each_kind_of_layer_is_measured_with_the_experts_of_one_rank(tmp_path):

@@ -143,8 +143,8 @@ def _engine() -> Version | None:
     from megatron.core.utils import get_te_version
 
     with contextlib.suppress(ImportError):  # one that cannot be imported is no different
-        release = get_te_version().release
-        return release if any(release) else None
+        found = get_te_version()
+        return found.release if found is not None and any(found.release) else None
     return None
 
 
@@ -177,10 +177,18 @@ class Limit:
 
 
 _FUSED, _UNFUSED = "fused", "unfused"
-_LITTLE_SHARED_MEMORY = ((8, 6), (8, 9), (12, 0), (12, 1))
+_MUCH_SHARED_MEMORY = ((8, 0), (9, 0))
 
-# flash_attn/flash_attn_interface.py and csrc/flash_attn/flash_api.cpp of flash-attn 2.3 - 2.8. On GPUs of little shared memory the
-# backward pass of heads above 192 with dropout is refused up to 2.7.3, and computes nothing from 2.7.4 on.
+
+def _too_large(job: Job, here: Here) -> bool:
+    """Whether the backward pass of a head does not fit into little shared memory.
+
+    With dropout it is refused up to 2.7.3, and computes nothing from 2.7.4 on.
+    """
+    return job.query_size > 192 and (job.query_size <= 224 or job.dropout > 0 or here.flash.version < (2, 5, 5))
+
+
+# flash_attn/flash_attn_interface.py and csrc/flash_attn/flash_api.cpp of flash-attn 2.3 - 2.8.
 _OF_FLASH = (
     Limit((FLASH,), lambda job, here: here.capability is None, "a GPU"),
     Limit((FLASH,), lambda job, here: here.flash.version is None, "the package flash-attn"),
@@ -195,8 +203,8 @@ _OF_FLASH = (
     ),
     Limit(
         (FLASH,),
-        lambda job, here: job.query_size > 192 and job.dropout > 0 and here.capability in _LITTLE_SHARED_MEMORY,
-        "heads of up to 192, or --attention-dropout 0, on this GPU",
+        lambda job, here: here.capability not in _MUCH_SHARED_MEMORY and _too_large(job, here),
+        "heads of up to 192 on this GPU (of 225 to 256 without --attention-dropout, too, from flash-attn 2.5.5 on)",
     ),
     Limit(
         (FLASH,),
@@ -205,12 +213,15 @@ _OF_FLASH = (
     ),
 )
 
+_OLD = "Transformer Engine before 2.11"
+
 # get_attention_backend of Transformer Engine 1.13 - 2.18; what cuDNN itself takes is known in the first step only.
 _OF_ENGINE = (
-    Limit((_UNFUSED,), lambda job, here: True, "Transformer Engine before 2.11", before=(2, 11)),
+    Limit((_UNFUSED,), lambda job, here: True, _OLD, before=(2, 11)),
     Limit((_UNFUSED,), lambda job, here: job.context_size > 1, "context parallelism"),
     Limit((FLASH, _FUSED), lambda job, here: not job.half, "fp32"),
-    Limit((FLASH, _FUSED), lambda job, here: here.capability < (8, 0), "a GPU before Ampere"),
+    Limit((FLASH,), lambda job, here: here.capability < (8, 0), "a GPU before Ampere"),
+    Limit((_FUSED,), lambda job, here: here.capability < (9, 0), "a GPU before Hopper"),
     Limit((FLASH,), lambda job, here: not here.engine_has_flash, "flash-attn is not installed"),
     Limit((FLASH,), lambda job, here: job.max_logit, "--qk-clip or --log-max-attention-logit"),
     Limit(
@@ -221,11 +232,6 @@ _OF_ENGINE = (
         before=(2, 11),
     ),
     Limit((_FUSED,), lambda job, here: here.capability == (12, 0), "this GPU (sm120)", since=(2, 9), before=(2, 14)),
-    Limit(
-        (_FUSED,),
-        lambda job, here: job.deterministic and here.capability < (9, 0),
-        "--deterministic-mode on a GPU before Hopper",
-    ),
     Limit(
         (_FUSED,),
         lambda job, here: job.deterministic and here.capability >= (10, 0),
@@ -312,8 +318,8 @@ def _refuse_engine(job: Job, here: Here) -> None:
             for kernel in limit.kernels:
                 without[kernel].append(limit.reason)
     if all(without.values()):
-        listed = "; ".join(f"no {kernel} with {' and '.join(reasons)}" for kernel, reasons in without.items())
-        newer = "take Transformer Engine 2.11 or newer" if here.engine < (2, 11) else "leave one of these out"
+        listed = "; ".join(f"no {kernel}: {', '.join(reasons)}" for kernel, reasons in without.items())
+        newer = "take Transformer Engine 2.11 or newer" if without[_UNFUSED] == [_OLD] else "change one of these"
         raise BalanceError(
             f"{PACKING}: Transformer Engine {_text(here.engine)} has no attention within sequences for this job ({listed}): {newer}"
             + ("" if job.max_logit else ", or give --transformer-impl local")

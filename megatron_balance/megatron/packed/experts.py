@@ -76,9 +76,10 @@ def multiplies_counts() -> bool:
     from megatron.core.transformer.moe import moe_utils
     from megatron.core.transformer.moe.router import TopKRouter
 
-    if not hasattr(moe_utils, "get_tokens_per_expert_and_token_count"):
+    attach = getattr(TopKRouter, "attach_and_log_load_balancing_loss", None)
+    if attach is None or not hasattr(moe_utils, "get_tokens_per_expert_and_token_count"):
         return False
-    return "tp_cp_group.size()" in inspect.getsource(TopKRouter.attach_and_log_load_balancing_loss)
+    return "tp_cp_group.size()" in inspect.getsource(attach)
 
 
 def _shared_out(count: Callable[..., tuple[Any, Any, Any]]) -> Callable[..., tuple[Any, Any, Any]]:

@@ -38,7 +38,8 @@ def before_validation(args: Any) -> None:
     refuse_conflicts(args)
     shapes_of(args)
     refuse_missing(args)
-    _attention_of(args)
+    if getattr(args, "balanced_pipeline_dry_run", None) is None:  # which may be on another machine than the job
+        _attention_of(args)
     # Megatron would average losses by micro-batch in evaluation, which depends on the grouping.
     args.varlen_packing_conversations, args.sft = trains_on_conversations(args), False
     args.create_attention_mask_in_dataloader = False  # a mask of seq_length^2 that nothing would read

@@ -28,7 +28,7 @@ def weights_hook(shares: Callable[[], Sequence[float]]) -> Hook:
     """The hook by which `process_mtp_loss` weighs by the labels of the whole global batch.
 
     Args:
-        shares: of all labels, which remain at each depth.
+        shares: of all labels, which remain at each depth; none where nothing is known, as in a process that measures costs.
 
     Megatron multiplies a micro-batch's loss at each depth by its labels over those that remain when they are rolled: documents
     differ in what remains, so that the gradient would depend on which ones share a micro-batch, and on the context-parallel rank.
@@ -42,10 +42,10 @@ def weights_hook(shares: Callable[[], Sequence[float]]) -> Hook:
             from megatron.core.transformer import multi_token_prediction
 
             call = signature.bind(*args, **kwargs).arguments
-            if not call["is_training"] or call.get("loss_mask") is None:
+            if not call["is_training"] or call.get("loss_mask") is None or not (known := shares()):
                 return process(*args, **kwargs)
             roll, labels = multi_token_prediction.roll_tensor, call["loss_mask"].sum()
-            remaining = iter([share * labels for share in shares()])
+            remaining = iter([share * labels for share in known])
 
             def roll_tensor(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
                 rolled, total = roll(tensor, *args, **kwargs)
@@ -93,4 +93,4 @@ def _at_once(
 
 
 ROLL = Hook(_MODULE, "roll_tensor", f"{FLAG} with --mtp-num-layers", "rolls all sequences at once", _at_once)
-WEIGHTS = weights_hook(lambda: told.batch.rolled_shares)
+WEIGHTS = weights_hook(lambda: told.batch.rolled_shares if told else ())

@@ -108,6 +108,9 @@ class Told:
             self._row = row
             self._batches.append((BatchTotals.of_row(row), item[NEXT][0] if NEXT in item else None))
 
+    def __bool__(self) -> bool:
+        return bool(self._batches)
+
     @property
     def batch(self) -> BatchTotals:
         """The global batch that is trained on, or was last."""

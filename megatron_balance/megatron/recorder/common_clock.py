@@ -40,10 +40,8 @@ class CommonClock:
         self._asking = _first_of_each_machine(store, world_size) if rank == 0 else []
         (told,) = said_by_all(store, [f"clock/first/{machine}"])
         asks, asks_epoch_s, machines = told.decode().split()
-        self._asks, self._asks_epoch_s = (
-            int(asks),
-            float(asks_epoch_s),
-        )  # the rank that asks for this machine, and its clock
+        # The rank that asks for this machine, and its clock.
+        self._asks, self._asks_epoch_s = int(asks), float(asks_epoch_s)
         self._round, self._questions = 0, _ROUNDS
         self._is_answered = True
         self._patience_s = _PATIENCE_S + 0.05 * int(machines)
