@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Reproduce ranks held up by long documents, diagnose it, mend it, and diagnose it again. See --help.
 set -euo pipefail
+# shellcheck source=scripts/lib/reproduce.sh
 source "$(dirname "${BASH_SOURCE[0]}")/lib/reproduce.sh"
 
 story() {

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Reproduce a pipeline held up by its last stage, diagnose it, mend it, and diagnose it again. See --help.
 set -euo pipefail
+# shellcheck source=scripts/lib/reproduce.sh
 source "$(dirname "${BASH_SOURCE[0]}")/lib/reproduce.sh"
 
 story() {

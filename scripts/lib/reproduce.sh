@@ -1,3 +1,4 @@
+# shellcheck shell=bash
 # The shell function of the scripts that reproduce a failure. Source it from bash; it runs nothing by itself.
 
 # reproduce FAILURE CAUSE QUICK ARGUMENTS...: tell what the script does, if ARGUMENTS ask for it, or do it. FAILURE and CAUSE as the
@@ -9,6 +10,7 @@ reproduce() {
         case "$argument" in -h | --help) reproduce_usage && exit ;; esac
     done
     root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
+    # shellcheck source=scripts/lib/python.sh
     source "$root/scripts/lib/python.sh"
     run_module "$root" reproduce "$failure" "$@"
 }
